@@ -1,0 +1,39 @@
+# Two commands show the product (`make llm`, `make resnet`), one shows that it is right (`make test`).
+# Each works from a fresh clone: it makes a virtual environment, installs into it, and runs.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: llm resnet test lint bench test-gpu clean
+
+llm: $(VENV)/.installed
+	$(BIN)/python recipes/llm.py $(ARGS)
+
+resnet: $(VENV)/.installed
+	$(BIN)/python recipes/resnet.py $(ARGS)
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks $(ARGS)
+
+test-gpu: $(VENV)/.installed
+	$(BIN)/python -m pytest tests/gpu -m gpu $(ARGS)
+
+# torch goes first and pinned: left to the resolver it may fetch gigabytes of CUDA libraries for a CPU machine.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

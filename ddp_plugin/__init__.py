@@ -1,0 +1,22 @@
+"""Distributed data parallel training for PyTorch Lightning that gives the numbers one process would give.
+
+The public names are these. Importing the package registers the strategy's names with Lightning and changes nothing else
+in the process.
+"""
+
+import sys
+
+if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
+    raise ImportError(
+        "ddp_plugin works with `import lightning.pytorch`, and this program has imported `pytorch_lightning`, which is "
+        "another class tree; change the import (or import lightning.pytorch first, if you really use both)."
+    )
+
+from ddp_plugin.config import NcclOptions, StrategyConfig
+from ddp_plugin.strategy import CustomDDPStrategy, register_strategies
+
+__version__ = "0.1.0"
+
+__all__ = ["CustomDDPStrategy", "NcclOptions", "StrategyConfig", "__version__"]
+
+register_strategies()

@@ -1,0 +1,37 @@
+"""What can go wrong, in words: one form for every message this package raises.
+
+Each message answers four questions in the same order: what was expected, what came instead, on which rank, and what
+to change. A person who reads only the last line of a traceback should know what to do next.
+"""
+
+import torch.distributed as dist
+
+__all__ = ["DDPPluginError", "EvaluationMismatchError", "explain"]
+
+
+class DDPPluginError(RuntimeError):
+    """A promise of this package could not be kept; raised on every rank that took part, never on one alone."""
+
+
+class EvaluationMismatchError(DDPPluginError):
+    """The samples that were evaluated are not the samples that should have been, each exactly once."""
+
+
+def explain(expected: str, got: str, change: str) -> str:
+    """Puts an error into the package's one form.
+
+    Args:
+        expected: what a correct call or state looks like, as a sentence without its full stop.
+        got: what was found instead; interpolate the value itself.
+        change: what the reader should do about it.
+
+    Returns:
+        ``"Expected …. Got …, on rank r of n. …"``; the rank is left out while no process group exists.
+
+    Collectives:
+        None.
+    """
+    where = ""
+    if dist.is_available() and dist.is_initialized():
+        where = f", on rank {dist.get_rank()} of {dist.get_world_size()}"
+    return f"Expected {expected}. Got {got}{where}. {change.rstrip('.')}."

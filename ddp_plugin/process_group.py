@@ -1,0 +1,135 @@
+"""The process group: its options, the small group beside it, and leaving cleanly."""
+
+import atexit
+import contextlib
+import signal
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_plugin import _compat
+from ddp_plugin.config import NcclOptions
+from ddp_plugin.errors import explain
+
+__all__ = ["control_group", "destroy_at_exit", "nccl_process_group_options", "settings_in_force"]
+
+
+def nccl_process_group_options(nccl: NcclOptions, timeout: timedelta | None) -> Any:
+    """Builds ``ProcessGroupNCCL.Options`` from :class:`~ddp_plugin.NcclOptions`.
+
+    Args:
+        nccl: what was asked for.
+        timeout: timeout of the group's collectives, kept beside the options.
+
+    Returns:
+        The object for ``init_process_group(pg_options=...)``.
+
+    Raises:
+        ValueError: this torch has no NCCL, or it does not know one of the options.
+
+    Collectives:
+        None.
+    """
+    if not hasattr(dist, "ProcessGroupNCCL"):
+        raise ValueError(
+            explain(
+                "a torch with NCCL, because nccl=NcclOptions(...) was given",
+                f"torch {torch.__version__} without it",
+                "Remove nccl= on this machine, or install a CUDA build of torch",
+            )
+        )
+    options = dist.ProcessGroupNCCL.Options()
+    for name, value in nccl.given().items():
+        holder = options if name == "high_priority_stream" else options.config
+        attribute = "is_high_priority_stream" if name == "high_priority_stream" else name
+        if not hasattr(holder, attribute):
+            raise ValueError(
+                explain(
+                    f"an NCCL that knows the option {name!r}",
+                    f"torch {torch.__version__}, which does not",
+                    f"Remove {name} from NcclOptions, or upgrade torch",
+                )
+            )
+        setattr(holder, attribute, value)
+    if timeout is not None:
+        _compat.set_options_timeout(options, timeout)
+    return options
+
+
+def settings_in_force(backend: str, timeout: timedelta | None) -> list[str]:
+    """Compares the default group with what was asked; both may differ when somebody else created it first.
+
+    Args:
+        backend: the backend that was asked for, such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
+        timeout: the timeout that was asked for; ``None`` means torch's default.
+
+    Returns:
+        One sentence for each difference; empty when what is in force is what was asked.
+
+    Collectives:
+        None.
+    """
+    differences = []
+    actual_backend = dist.get_backend()
+    if ":" not in backend and actual_backend != backend:
+        differences.append(f"backend {backend!r} was asked for, {actual_backend!r} is in force")
+    actual_timeout = _compat.default_group_timeout()
+    if timeout is not None and actual_timeout is not None and actual_timeout != timeout:
+        differences.append(f"timeout {timeout} was asked for, {actual_timeout} is in force")
+    return differences
+
+
+_control_group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # (default group it belongs to, gloo group)
+
+
+def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """Returns the gloo group for small control messages, beside the one that carries gradients.
+
+    It is made once for each default group; the first call is therefore collective. It serves messages of a few bytes to
+    kilobytes between CPUs (plans, counts, decisions), so that none of them ever queues behind a gradient or
+    synchronises a device.
+
+    Args:
+        timeout: timeout of its collectives; torch's default when ``None``.
+
+    Collectives:
+        ``new_group`` on every rank, at the first call only.
+    """
+    global _control_group
+    world = _compat.default_group()
+    if _control_group is None or _control_group[0] is not world:
+        _control_group = (world, dist.new_group(backend="gloo", timeout=timeout))
+    return _control_group[1]
+
+
+_registered = threading.Event()
+
+
+def destroy_at_exit() -> None:
+    """Arranges that the process group is destroyed before the interpreter ends, whatever the backend.
+
+    Lightning does so for NCCL only; a gloo group that is left to the interpreter's shutdown aborts the process now and
+    then, and a launcher reports a failed run. Calling this again changes nothing.
+
+    Collectives:
+        None now; destruction itself is local.
+    """
+    if not _registered.is_set():
+        _registered.set()
+        atexit.register(_destroy)
+
+
+def _destroy() -> None:
+    global _control_group
+    _control_group = None
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    handler: Any = None
+    with contextlib.suppress(ValueError):  # ValueError: not the main thread, where no signal arrives anyway
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C must not interrupt the teardown
+    dist.destroy_process_group()
+    if handler is not None:
+        signal.signal(signal.SIGINT, handler)

@@ -1,0 +1,400 @@
+"""The strategy: Lightning's DDPStrategy with the parts above put in its seams.
+
+Read it as a list: what is checked at construction, how the process group starts, how the model is wrapped, what a
+reduction gives, what happens to loaders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities import rank_zero_warn
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import RunningStage
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_plugin import _compat, process_group
+from ddp_plugin.config import START_METHODS, NcclOptions, StrategyConfig
+from ddp_plugin.errors import explain
+from ddp_plugin.hooks import HOOKS, CommHook, resolve_hook
+from ddp_plugin.wrap import BucketObserver, check_ddp_arguments, no_sync, observed
+
+__all__ = ["CustomDDPStrategy", "DataLoaderTransform", "register_strategies"]
+
+DataLoaderTransform = Callable[[object, RunningStage], object]
+"""``(loader, stage) -> loader``: sees each loader of each stage before its iterator exists."""
+
+
+class CustomDDPStrategy(DDPStrategy):
+    """Distributed data parallel training that gives one process's numbers.
+
+    It takes every keyword of :class:`lightning.pytorch.strategies.DDPStrategy` and of
+    :class:`torch.nn.parallel.DistributedDataParallel`; ``None`` means "not given". Without ``comm_hook`` and without
+    observers nothing is registered with DDP, and its own reducer runs.
+
+    Args:
+        accelerator: set by the Trainer.
+        parallel_devices: set by the Trainer.
+        cluster_environment: where ranks and addresses come from; found by Lightning when ``None``.
+        checkpoint_io: how checkpoints are written.
+        precision_plugin: set by the Trainer.
+        comm_hook: how gradients are reduced: a name in :data:`ddp_plugin.hooks.HOOKS`, a mapping
+            ``{"name": ..., **options}``, or a :class:`~ddp_plugin.hooks.CommHook`. Excludes ``ddp_comm_*``.
+        bucket_cap_mb: bucket size in MiB. Written out it also replaces torch's small 1 MiB first bucket, so the first
+            reduction starts later; leave it out unless you measured.
+        bucket_cap_mb_list: sizes of the buckets in MiB, first to last (torch 2.13).
+        static_graph: promise that the set of used parameters never changes; safe with accumulation.
+        find_unused_parameters: search the graph for unused parameters in each step; costs a traversal.
+        gradient_as_bucket_view: gradients are views into the buckets; saves memory and the copy back.
+        broadcast_buffers: rank 0's buffers are broadcast at each training forward (before torch 2.13).
+        forward_sync_buffers: the same by its new name (torch 2.13).
+        init_sync: check shapes and broadcast rank 0's weights at the wrap.
+        skip_all_reduce_unused_params: leave globally unused parameters out of the reduction (torch 2.13).
+        batched_grad_copy: copy gradients into buckets with one fused kernel (torch 2.13).
+        process_group_backend: ``"gloo"``, ``"nccl"``, …; chosen by the device when ``None``.
+        timeout: timeout of the process group's collectives.
+        nccl: options of the NCCL process group; refused where the backend is another one.
+        ddp_comm_state: state of Lightning's own ``ddp_comm_hook``.
+        ddp_comm_hook: a bare hook function, as with ``DDPStrategy``; here it runs on every device type.
+        ddp_comm_wrapper: wrapper around ``ddp_comm_hook``.
+        model_averaging_period: steps between averages of post-local SGD.
+        start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        **ddp_kwargs: any further argument of the installed torch's ``DistributedDataParallel``.
+
+    Raises:
+        TypeError: an argument that neither Lightning nor the installed torch has.
+        ValueError: settings that contradict one another; raised here, before any process is started.
+
+    Collectives:
+        None in the constructor. ``setup_environment`` makes two groups (all ranks); the wrap broadcasts rank 0's
+        weights once; a backward runs one all-reduce per bucket.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        *,
+        comm_hook: str | dict[str, Any] | CommHook | None = None,
+        bucket_cap_mb: float | None = None,
+        bucket_cap_mb_list: list[int] | None = None,
+        static_graph: bool | None = None,
+        find_unused_parameters: bool | None = None,
+        gradient_as_bucket_view: bool | None = None,
+        broadcast_buffers: bool | None = None,
+        forward_sync_buffers: bool | None = None,
+        init_sync: bool | None = None,
+        skip_all_reduce_unused_params: bool | None = None,
+        batched_grad_copy: bool | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        nccl: NcclOptions | None = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
+        start_method: str = "popen",
+        **ddp_kwargs: Any,
+    ) -> None:
+        named = {
+            "bucket_cap_mb": bucket_cap_mb,
+            "bucket_cap_mb_list": bucket_cap_mb_list,
+            "static_graph": static_graph,
+            "find_unused_parameters": find_unused_parameters,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "broadcast_buffers": broadcast_buffers,
+            "forward_sync_buffers": forward_sync_buffers,
+            "init_sync": init_sync,
+            "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
+            "batched_grad_copy": batched_grad_copy,
+        }
+        given = {name: value for name, value in (named | ddp_kwargs).items() if value is not None}
+        check_ddp_arguments(given)
+        self._comm_hook = resolve_hook(comm_hook) if comm_hook is not None else None
+        self._nccl = nccl
+        self._refuse_contradictions(
+            given, ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, process_group_backend, timeout, start_method
+        )
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper,
+            model_averaging_period=model_averaging_period,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,  # type: ignore[arg-type]  # checked against START_METHODS above
+            **given,
+        )
+        self._dataloader_transforms: list[DataLoaderTransform] = []
+        self._bucket_observers: list[BucketObserver] = []
+        self._hook_is_registered = False
+        self._first_backward_done = False
+
+    def _refuse_contradictions(
+        self,
+        given: Mapping[str, Any],
+        ddp_comm_hook: Callable[..., Any] | None,
+        ddp_comm_state: object | None,
+        ddp_comm_wrapper: Callable[..., Any] | None,
+        backend: str | None,
+        timeout: timedelta | None,
+        start_method: str,
+    ) -> None:
+        lightning_hook = {
+            "ddp_comm_hook": ddp_comm_hook,
+            "ddp_comm_state": ddp_comm_state,
+            "ddp_comm_wrapper": ddp_comm_wrapper,
+        }
+        lightning_given = [name for name, value in lightning_hook.items() if value is not None]
+        if self._comm_hook is not None and lightning_given:
+            raise ValueError(
+                explain(
+                    "comm_hook or Lightning's ddp_comm_*", f"comm_hook and {lightning_given}", "Keep one of the two"
+                )
+            )
+        if lightning_given and ddp_comm_hook is None:
+            raise ValueError(
+                explain(
+                    "ddp_comm_hook beside its state or wrapper", f"only {lightning_given}", "Give ddp_comm_hook too"
+                )
+            )
+        if "mixed_precision" in given and (self._comm_hook is not None or ddp_comm_hook is not None):
+            raise ValueError(
+                explain(
+                    "mixed_precision or a communication hook",
+                    "both",
+                    "Keep one: DDP's mixed precision uses the model's only place for a hook",
+                )
+            )
+        if self._nccl is not None and backend is not None and "nccl" not in backend:
+            raise ValueError(
+                explain(
+                    "process_group_backend='nccl' beside nccl=NcclOptions(...)",
+                    f"process_group_backend={backend!r}",
+                    "Remove nccl=, or choose the NCCL backend",
+                )
+            )
+        if timeout is not None and timeout <= timedelta(0):
+            raise ValueError(explain("a timeout above zero", repr(timeout), "Give the timeout as a positive timedelta"))
+        if start_method not in START_METHODS:
+            raise ValueError(
+                explain(f"start_method to be one of {START_METHODS}", repr(start_method), "Choose one of these")
+            )
+
+    @classmethod
+    def from_config(cls, config: StrategyConfig | Mapping[str, Any] | DictConfig) -> CustomDDPStrategy:
+        """Builds the strategy from a :class:`StrategyConfig`, a dict or an OmegaConf ``DictConfig``.
+
+        Args:
+            config: fields of :class:`StrategyConfig`; missing ones keep their defaults.
+
+        Raises:
+            ValueError: a key that :class:`StrategyConfig` does not have, or a value of another type.
+
+        Collectives:
+            None.
+        """
+        if not (isinstance(config, (Mapping, DictConfig)) or is_dataclass(config)):
+            raise TypeError(explain("a StrategyConfig, a dict or a DictConfig", repr(config), "Pass one of these"))
+        try:
+            merged = OmegaConf.merge(OmegaConf.structured(StrategyConfig), config)
+            settings = OmegaConf.to_object(merged)
+        except OmegaConfBaseException as error:
+            raise ValueError(
+                explain(
+                    f"the fields of StrategyConfig: {[f.name for f in fields(StrategyConfig)]}",
+                    str(error).splitlines()[0],
+                    "Correct the configuration",
+                )
+            ) from error
+        assert isinstance(settings, StrategyConfig)
+        arguments = {f.name: getattr(settings, f.name) for f in fields(StrategyConfig)}
+        arguments["timeout"] = timedelta(seconds=arguments.pop("timeout_s"))
+        return cls(**arguments)
+
+    # ------------------------------------------------------------------------------------------------ process group
+
+    @property
+    def control_group(self) -> dist.ProcessGroup:
+        """The gloo group for small control messages, never on the gradient's path; made by ``setup_environment``."""
+        return process_group.control_group(self._timeout)
+
+    def setup_distributed(self) -> None:
+        """Starts the process group with the options asked for, and the control group beside it.
+
+        Raises:
+            ValueError: ``nccl`` was given and the backend turned out to be another one.
+
+        Collectives:
+            Group creation, on all ranks.
+        """
+        _compat.reset_seed()
+        self.set_world_ranks()
+        backend = self._process_group_backend = self._get_process_group_backend()
+        options: dict[str, Any] = {"timeout": self._timeout}
+        if self.root_device.type != "cpu":
+            options["device_id"] = self.root_device
+        if self._nccl is not None:
+            if "nccl" not in backend:
+                raise ValueError(
+                    explain(
+                        "the NCCL backend, because nccl=NcclOptions(...) was given",
+                        f"backend {backend!r} for {self.root_device.type} devices",
+                        "Remove nccl= here",
+                    )
+                )
+            options["pg_options"] = process_group.nccl_process_group_options(self._nccl, self._timeout)
+        existed = dist.is_initialized()
+        _compat.init_process_group(self.cluster_environment, backend, **options)
+        process_group.destroy_at_exit()
+        if existed:
+            for difference in process_group.settings_in_force(backend, self._timeout):
+                rank_zero_warn(f"A process group existed before this Trainer started: {difference}.")
+        process_group.control_group(self._timeout)
+
+    # --------------------------------------------------------------------------------------------------------- wrap
+
+    @property
+    def comm_hook(self) -> CommHook | None:
+        """The hook that was asked for by ``comm_hook``, or ``None`` where DDP's own reducer runs."""
+        return self._comm_hook
+
+    def add_bucket_observer(self, observer: BucketObserver) -> None:
+        """Lets ``observer`` see each gradient bucket before and after its reduction.
+
+        The first observer replaces DDP's reducer by the bit-identical ``allreduce`` hook, unless a hook runs already.
+        Adding the same observer again changes nothing.
+
+        Collectives:
+            None.
+        """
+        if observer not in self._bucket_observers:
+            self._bucket_observers.append(observer)
+        if isinstance(self.model, DistributedDataParallel) and not self._hook_is_registered:
+            self._register_ddp_hooks()
+
+    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        self._hook_is_registered = self._first_backward_done = False
+        return super()._setup_model(model)
+
+    def _register_ddp_hooks(self) -> None:
+        """Registers a hook only if a hook or an observer was asked for, on every device type."""
+        assert isinstance(self.model, DistributedDataParallel)
+        hook = self._comm_hook
+        if self._ddp_comm_hook is not None:
+            function = self._ddp_comm_hook
+            if self._ddp_comm_wrapper is not None:
+                function = self._ddp_comm_wrapper(function)
+            state = self._ddp_comm_state
+        elif hook is not None or self._bucket_observers:
+            hook = hook or HOOKS["allreduce"]()
+            function, state = hook.function, hook.make_state(self.model.process_group)
+        else:
+            return
+        self.model.register_comm_hook(state, observed(function, self._bucket_observers))
+        self._hook_is_registered = True
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Skips the reduction while gradients accumulate; the first backward of a static graph still synchronises."""
+        if not isinstance(self.model, DistributedDataParallel):
+            yield
+            return
+        with no_sync(self.model, first_backward_done=self._first_backward_done):
+            yield
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Notes that this wrap has seen a backward, beside what Lightning does."""
+        super().post_backward(closure_loss)
+        self._first_backward_done = True
+
+    # --------------------------------------------------------------------------------------------------- reductions
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces a tensor over the ranks; a mean of integers is a float64 mean, not a floored one.
+
+        Args:
+            tensor: a tensor of any shape; anything else is returned as it is.
+            group: process group, all ranks when ``None``.
+            reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"`` or a ``ReduceOp``.
+
+        Returns:
+            The reduced tensor, same shape.
+
+        Collectives:
+            What ``DDPStrategy.reduce`` runs: a barrier and one all-reduce, on all ranks of the group.
+        """
+        name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
+        is_mean = name in ("mean", "avg", dist.ReduceOp.AVG)
+        if isinstance(tensor, Tensor) and is_mean and not (tensor.is_floating_point() or tensor.is_complex()):
+            tensor = tensor.to(torch.float64)
+        return super().reduce(tensor, group=group, reduce_op=reduce_op)
+
+    # ------------------------------------------------------------------------------------------------------ loaders
+
+    def add_dataloader_transform(self, transform: DataLoaderTransform) -> None:
+        """Lets ``transform`` replace each loader of each stage before its iterator exists, in the order of adding.
+
+        Args:
+            transform: ``(loader, stage) -> loader``; adding an equal one again changes nothing.
+
+        Collectives:
+            None.
+        """
+        if transform not in self._dataloader_transforms:
+            self._dataloader_transforms.append(transform)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Runs the transforms over a loader; Lightning calls this for every loader of every stage."""
+        dataloader = super().process_dataloader(dataloader)
+        module = self.lightning_module
+        stage = module.trainer.state.stage if module is not None else None
+        if stage is not None:
+            for transform in self._dataloader_transforms:
+                dataloader = transform(dataloader, stage)
+        return dataloader
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers this class under the names starting with ``ddp_plugin``; names that exist are left alone."""
+        presets: dict[str, dict[str, Any]] = {
+            "ddp_plugin": {},
+            "ddp_plugin_spawn": {"start_method": "spawn"},
+            "ddp_plugin_fork": {"start_method": "fork"},
+            "ddp_plugin_notebook": {"start_method": "fork"},
+            "ddp_plugin_static": {"static_graph": True},
+            "ddp_plugin_find_unused_parameters_true": {"find_unused_parameters": True},
+            "ddp_plugin_find_unused_parameters_false": {"find_unused_parameters": False},
+            "ddp_plugin_fp16": {"comm_hook": "fp16"},
+            "ddp_plugin_bf16": {"comm_hook": "bf16"},
+        }
+        for name, settings in presets.items():
+            if name not in strategy_registry:
+                described = ", ".join(f"{key}={value!r}" for key, value in settings.items()) or "default settings"
+                strategy_registry.register(name, cls, description=f"CustomDDPStrategy with {described}", **settings)
+
+
+def register_strategies() -> None:
+    """Makes ``Trainer(strategy="ddp_plugin")`` and its variants known; runs when the package is imported."""
+    CustomDDPStrategy.register_strategies(StrategyRegistry)
