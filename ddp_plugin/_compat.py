@@ -67,3 +67,8 @@ def register_lightning_comm_hook(model: Any, state: object, hook: Callable[..., 
     from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 
     _register_ddp_comm_hook(model=model, ddp_comm_state=state, ddp_comm_hook=hook, ddp_comm_wrapper=wrapper)
+
+
+def recreate_train_iterator(trainer: Any) -> None:
+    """Makes the train loaders' iterators anew; Lightning made the first ones before a hook could set the epoch."""
+    iter(trainer.fit_loop._data_fetcher)

@@ -1,0 +1,1 @@
+"""One callback a file; each works without the others and without arguments."""
