@@ -184,8 +184,7 @@ def _rank_main(
     )
     torch.set_num_threads(1)
     warnings.filterwarnings("error", module=r"ddp_plugin")
-    if str(ROOT) not in sys.path:
-        sys.path.insert(0, str(ROOT))
+    sys.path[:0] = [folder for folder in (str(ROOT), str(ROOT / "recipes")) if folder not in sys.path]
     try:
         if init:
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
