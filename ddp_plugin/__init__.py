@@ -12,11 +12,26 @@ if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
         "another class tree; change the import (or import lightning.pytorch first, if you really use both)."
     )
 
+from ddp_plugin.callbacks.convert_sync_batchnorm import ConvertSyncBatchNorm
+from ddp_plugin.callbacks.exact_evaluation import ExactEvaluation
+from ddp_plugin.callbacks.per_rank_seed import PerRankSeed
+from ddp_plugin.callbacks.sampler_epoch import SamplerEpoch
+from ddp_plugin.callbacks.scale_learning_rate import ScaleLearningRate
 from ddp_plugin.config import NcclOptions, StrategyConfig
 from ddp_plugin.strategy import CustomDDPStrategy, register_strategies
 
 __version__ = "0.1.0"
 
-__all__ = ["CustomDDPStrategy", "NcclOptions", "StrategyConfig", "__version__"]
+__all__ = [
+    "ConvertSyncBatchNorm",
+    "CustomDDPStrategy",
+    "ExactEvaluation",
+    "NcclOptions",
+    "PerRankSeed",
+    "SamplerEpoch",
+    "ScaleLearningRate",
+    "StrategyConfig",
+    "__version__",
+]
 
 register_strategies()

@@ -3,7 +3,7 @@
 Each helper says why no public way exists; ``tests/test_compat.py`` notices when a name moves.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -70,5 +70,293 @@ def register_lightning_comm_hook(model: Any, state: object, hook: Callable[..., 
 
 
 def recreate_train_iterator(trainer: Any) -> None:
-    """Makes the train loaders' iterators anew; Lightning made the first ones before a hook could set the epoch."""
-    iter(trainer.fit_loop._data_fetcher)
+    """Makes the train loaders' iterators anew; Lightning made the first ones before a hook could set the epoch.
+
+    Workers are started anew too, persistent ones included. States that a checkpoint holds for resumable loaders go to
+    the loaders first: Lightning had none yet when it made iterators that early.
+    """
+    fit_loop = trainer.fit_loop
+    fit_loop._data_fetcher.combined_loader.reset()
+    fit_loop._load_combined_loader_states()
+    iter(fit_loop._data_fetcher)
+
+
+def train_epoch(trainer: Any) -> int:
+    """Returns the epoch that runs or comes next.
+
+    ``trainer.current_epoch`` lags behind after a resume of a run that is limited by steps.
+    """
+    return int(trainer.fit_loop.epoch_progress.current.processed)
+
+
+def inner_sampler(sampler: object) -> object | None:
+    """Returns the sampler inside Lightning's ``DistributedSamplerWrapper``, which has no public way to it."""
+    from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+
+    if not isinstance(sampler, DistributedSamplerWrapper):
+        return None
+    inner: object = sampler.dataset._sampler  # type: ignore[attr-defined]
+    return inner
+
+
+def append_dataloader_transform(trainer: Any, transform: Callable[[Any, Any], Any]) -> None:
+    """Gives a strategy of Lightning's own what ``CustomDDPStrategy.add_dataloader_transform`` offers.
+
+    A Trainer has no seam for loaders but its strategy's method, so a function is put before the instance's own.
+
+    Args:
+        trainer: the Trainer; one process.
+        transform: ``(loader, stage) -> loader``; adding an equal one again changes nothing.
+    """
+    strategy = trainer.strategy
+    transforms: list[Callable[[Any, Any], Any]] | None = getattr(strategy.process_dataloader, "transforms", None)
+    if transforms is None:
+        process = strategy.process_dataloader
+
+        def process_then_transform(dataloader: object) -> object:
+            dataloader = process(dataloader)
+            for change in process_then_transform.transforms:  # type: ignore[attr-defined]
+                dataloader = change(dataloader, trainer.state.stage)
+            return dataloader
+
+        transforms = process_then_transform.transforms = []  # type: ignore[attr-defined]
+        strategy.process_dataloader = process_then_transform
+    if transform not in transforms:
+        transforms.append(transform)
+
+
+def keep_user_loaders(trainer: Any, stages: Iterable[Any]) -> None:
+    """Makes Lightning leave the loaders of some stages as the user made them.
+
+    ``use_distributed_sampler=False`` is the public way, but it is all stages or none, and for predict it changes
+    nothing.
+
+    Args:
+        trainer: the Trainer.
+        stages: ``RunningStage`` members; added to those that are kept already.
+    """
+    connector = trainer._data_connector
+    if not isinstance(connector._prepare_dataloader, _UnlessKept):
+        connector._prepare_dataloader = _UnlessKept(connector._prepare_dataloader)
+    connector._prepare_dataloader.stages.update(stages)
+
+
+class _UnlessKept:
+    """Lightning's preparation of a loader, skipped in some stages."""
+
+    def __init__(self, prepare: Callable[..., object]) -> None:
+        self.prepare = prepare
+        self.stages: set[Any] = set()
+
+    def __call__(self, dataloader: object, shuffle: bool, mode: Any) -> object:
+        return dataloader if mode in self.stages else self.prepare(dataloader, shuffle=shuffle, mode=mode)
+
+
+def uses_distributed_sampler(trainer: Any) -> bool:
+    """Returns the Trainer's ``use_distributed_sampler``, which it keeps to itself."""
+    return bool(trainer._accelerator_connector.use_distributed_sampler)
+
+
+def evaluation_loop(trainer: Any) -> Any:
+    """Returns the loop that validates or tests right now."""
+    if trainer.state.fn == "fit":
+        return trainer.fit_loop.epoch_loop.val_loop
+    return trainer.test_loop if trainer.testing else trainer.validate_loop
+
+
+def loaders_of(loop: Any) -> tuple[list[Any], str]:
+    """Returns a loop's loaders in order, and the mode in which they are combined."""
+    return list(loop._combined_loader.flattened), loop._combined_loader._mode
+
+
+def index_tracking(batch_sampler: Any) -> Any:
+    """Wraps a batch sampler so that Lightning's prediction writers find the indices of each batch."""
+    from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+
+    return _IndexBatchSamplerWrapper(batch_sampler)
+
+
+def set_predictions(trainer: Any, predictions: list[list[Any]]) -> None:
+    """Sets what ``trainer.predict`` returns: loaders x batches."""
+    trainer.predict_loop._predictions = predictions
+
+
+class LoggedValues:
+    """Lightning's collection of what ``self.log`` was given in one evaluation loop, read and set by key."""
+
+    def __init__(self, loop: Any) -> None:
+        self._results = loop._results
+        self._made: list[str] = []
+
+    def on_epoch_metrics(self, function: Callable[[], None]) -> None:
+        """Calls ``function`` each time before Lightning computes epoch-level values; :meth:`release` ends it."""
+        results, metrics = self._results, type(self._results).metrics
+
+        def metrics_after_function(on_step: bool) -> Any:
+            if not on_step:
+                function()
+            return metrics(results, on_step)
+
+        results.metrics = metrics_after_function
+
+    def release(self) -> None:
+        """Undoes :meth:`on_epoch_metrics`, and forgets the keys that this rank never logged itself."""
+        self._results.__dict__.pop("metrics", None)
+        for key in self._made:
+            self._results.pop(key, None)
+
+    def metric_objects(self) -> dict[str, Any]:
+        """Returns the torchmetrics objects that were logged and are due now, by key."""
+        return {key: item.value for key, item in self._due() if not item.is_tensor}
+
+    def pending(self) -> dict[str, tuple[str, float, float, dict[str, Any]]]:
+        """Returns each plain value that was logged per batch and is due now.
+
+        Returns:
+            ``{key: (reduction, value, weight, settings)}``; for a mean the value is the weighted sum. ``settings`` is
+            what another rank needs to know the key as well.
+        """
+        return {
+            key: (
+                item.meta.reduce_fx.__name__,
+                item.value.double().item(),
+                item.cumulated_batch_size.double().item() if item.meta.is_mean_reduction else 0.0,
+                {
+                    "fx": item.meta.fx,
+                    "name": item.meta.name,
+                    "prog_bar": item.meta.prog_bar,
+                    "logger": item.meta.logger,
+                    "on_step": item.meta.on_step,
+                    "on_epoch": item.meta.on_epoch,
+                    "reduce_fx": item.meta.reduce_fx.__name__,
+                    "add_dataloader_idx": item.meta.add_dataloader_idx,
+                    "dataloader_idx": item.meta.dataloader_idx,
+                    "dtype": item.value.dtype,
+                },
+            )
+            for key, item in self._due()
+            if item.is_tensor and not item.meta.sync.rank_zero_only and _is_per_batch(item.meta.fx)
+        }
+
+    def resolve(self, key: str, value: float, settings: dict[str, Any], device: Any) -> None:
+        """Sets the epoch-level value of a key, so that Lightning neither computes nor reduces it; makes it if needed."""
+        import torch
+        from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+
+        settings = dict(settings)
+        dtype = settings.pop("dtype")
+        if key not in self._results:
+            meta = _Metadata(**settings)
+            meta.sync = _Sync()
+            self._results[key] = _ResultMetric(meta, is_tensor=True).to(device)
+            self._made.append(key)
+        item = self._results[key]
+        item.has_reset = False
+        item._computed = torch.tensor(value, dtype=dtype, device=device)
+
+    def snapshot(self) -> dict[str, dict[str, Any]]:
+        """Remembers every value, before a step that shall leave no trace."""
+        return {
+            key: {name: item.__dict__[name] for name in _ITEM_STATE if name in item.__dict__}
+            for key, item in self._results.items()
+        }
+
+    def restore(self, snapshot: dict[str, dict[str, Any]]) -> None:
+        """Puts every plain value back; a key that is new since then holds nothing."""
+        for key, item in self._results.items():
+            if not item.is_tensor:
+                continue  # a torchmetrics object: it keeps its own state, and has to be known where others compute it
+            if key in snapshot:
+                item.__dict__.update(snapshot[key])
+            else:
+                item.reset()  # not "due" then: the other ranks' gathered values make it known again
+
+    def _due(self) -> list[tuple[str, Any]]:
+        return [
+            (key, item) for key, item in self._results.valid_items() if item.meta.on_epoch and item._computed is None
+        ]
+
+
+# Values are replaced at each update, never changed in place, so references are enough.
+_ITEM_STATE = ("value", "cumulated_batch_size", "_update_count", "_computed", "_forward_cache", "has_reset")
+
+
+def _is_per_batch(hook: str) -> bool:
+    """Whether a value was logged in a step or in a hook around one; epoch hooks log what is complete already."""
+    name = hook.split(".")[0]
+    return name.endswith("_step") or "_batch_" in name
+
+
+# ------------------------------------------------------------------------------------------------------ torchmetrics
+
+
+def metric_snapshot(metric: Any) -> dict[str, Any]:
+    """Copies a metric's states and counters; states are cloned because updates change them in place."""
+    states = {name: _copied(getattr(metric, name)) for name in metric._defaults}
+    # A cached result is dropped: this rank must take part where others, who did update, compute anew.
+    return states | {name: metric.__dict__.get(name) for name in ("_update_count", "_forward_cache")} | {"_computed": None}
+
+
+def restore_metric(metric: Any, snapshot: dict[str, Any]) -> None:
+    """Puts back what :func:`metric_snapshot` copied."""
+    for name, value in snapshot.items():
+        setattr(metric, name, value)
+
+
+def _copied(state: Any) -> Any:
+    return list(state) if isinstance(state, list) else state.clone()
+
+
+def sync_metric_exactly(metric: Any, gather: Callable[[list[Any]], list[list[Any]]]) -> bool:
+    """Lets a metric gather its states by ``gather``, which takes unequal numbers and shapes.
+
+    torchmetrics gathers tensor by tensor in the order of updates, which hangs where one rank updated more often and a
+    list state has no reduction, and mixes dtypes where a rank never updated. Ranks without an update contribute nothing
+    here, so their default states do not enter a mean or a merge.
+
+    Returns:
+        Whether the metric was changed; one with a synchronisation of its own, or without states, is left alone.
+    """
+    from torchmetrics import Metric
+
+    if type(metric)._sync_dist is not Metric._sync_dist or not metric._reductions or metric.dist_sync_fn is not None:
+        return False
+    metric._sync_dist = lambda dist_sync_fn=None, process_group=None: _sync_states(metric, gather)
+    return True
+
+
+def sync_metric_as_usual(metric: Any) -> None:
+    """Undoes :func:`sync_metric_exactly`."""
+    metric.__dict__.pop("_sync_dist", None)
+
+
+def _sync_states(metric: Any, gather: Callable[[list[Any]], list[list[Any]]]) -> None:
+    import torch
+    from torchmetrics.utilities.data import dim_zero_cat
+
+    names = list(metric._reductions)
+    states = {name: getattr(metric, name) for name in names}
+    parts = {name: state if isinstance(state, list) else [state] for name, state in states.items()}
+    for name in names:
+        if metric._reductions[name] is dim_zero_cat and len(parts[name]) > 1:
+            parts[name] = [dim_zero_cat(parts[name])]  # fewer tensors to send, same result
+    counts = torch.tensor([metric._update_count, *(len(parts[name]) for name in names)], device=metric.device)
+    by_rank = gather([counts, *(tensor for name in names for tensor in parts[name])])
+
+    contributions: dict[str, list[list[Any]]] = {name: [] for name in names}
+    for num_updates, *tensors in ((rank[0].tolist(), *rank[1:]) for rank in by_rank):
+        position = 0
+        for name, num_tensors in zip(names, num_updates[1:], strict=True):
+            if num_updates[0]:
+                contributions[name].append(tensors[position : position + num_tensors])
+            position += num_tensors
+    for name in names:
+        reduction, received = metric._reductions[name], contributions[name]
+        if isinstance(states[name], list):
+            merged = [tensor for tensors in received for tensor in tensors]
+            setattr(metric, name, reduction(merged) if reduction is not None and merged else merged)
+        elif received and not (reduction is None and len(received) == 1):
+            stacked = torch.stack([tensors[0] for tensors in received])
+            setattr(metric, name, reduction(stacked) if reduction is not None else stacked)
+        elif received:
+            setattr(metric, name, received[0][0])

@@ -183,6 +183,7 @@ def _rank_main(
         OMP_NUM_THREADS="1",
     )
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # what data workers use in a program that a person starts
     warnings.filterwarnings("error", module=r"ddp_plugin")
     sys.path[:0] = [folder for folder in (str(ROOT), str(ROOT / "recipes")) if folder not in sys.path]
     try:

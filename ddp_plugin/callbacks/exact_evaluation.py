@@ -1,0 +1,394 @@
+"""Evaluation to the last sample: each one exactly once, the same metrics as one process, on any number of ranks."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.trainer.states import RunningStage
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torchmetrics import Metric
+
+from ddp_plugin import _compat
+from ddp_plugin.callbacks._shell import DataParallelStrategy, require_strategy
+from ddp_plugin.errors import DDPPluginError, EvaluationMismatchError, explain
+from ddp_plugin.evaluation import EvaluationRecord, combine_logged
+from ddp_plugin.gather import broadcast_object, gather_objects, gather_tensors
+from ddp_plugin.ghost import ModuleSnapshot, metrics_of
+from ddp_plugin.loaders import share_loader, shared_part, walk
+from ddp_plugin.lockstep import LockstepLoader
+from ddp_plugin.sampling import ExactBatchSampler
+
+__all__ = ["ExactEvaluation", "agree_on_batches", "share_or_keep_in_step", "steps_limit"]
+
+_STAGES = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
+
+
+class ExactEvaluation(pl.Callback):
+    """Validation and test give one process's numbers on any number of ranks, alone and inside ``fit``.
+
+    Whole batches of the loader's own order are shared out, so each sample is evaluated exactly once, in the batch in
+    which one process would see it. Ranks take the same number of steps; a rank without a batch left repeats one, and
+    that *ghost step* leaves no trace in what is logged, in torchmetrics objects or in the module's own plain
+    attributes.
+
+    What ``self.log`` is given in a step is reduced over the samples of all ranks, in float64 and in one message for all
+    keys, whether or not ``sync_dist`` was set (``rank_zero_only=True`` is left alone); a key that only some ranks
+    logged counts where it was logged, as in one process. What is logged in ``on_validation_epoch_end`` is left as it
+    is. torchmetrics objects are gathered exactly, also where ranks made different numbers of updates.
+
+    ``limit_val_batches`` and its like count steps on each rank, as in Lightning: the first ``limit * world_size``
+    batches are evaluated. ``drop_last`` drops what it drops in one process. Iterable datasets, loaders that are no
+    DataLoader and, with ``use_distributed_sampler=False``, all loaders are taken as each rank delivers them, and only
+    kept in step.
+
+    Attributes:
+        records: one :class:`~ddp_plugin.evaluation.EvaluationRecord` per shared-out loader of the latest evaluation.
+        is_ghost_step: whether the step that runs now is a ghost; ask it where a step has effects outside the module.
+
+    Raises:
+        TypeError: in ``setup``, when several processes run under another strategy.
+        EvaluationMismatchError: on all ranks, when not every planned sample was evaluated exactly once.
+        DDPPluginError: on all ranks, when the ranks logged different torchmetrics objects.
+
+    Collectives:
+        On the control group: one object gather per loader and evaluation for what was logged, and one for the audit;
+        for loaders whose order may be random one broadcast of the order. None per step.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[EvaluationRecord] = []
+        self.is_ghost_step = False
+        self._strategy: DataParallelStrategy | None = None
+        self._trainer: pl.Trainer | None = None
+        self._announced: set[str] = set()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._parts: list[ExactBatchSampler | LockstepLoader | None] = []
+        self._side_by_side = False
+        self._tallies: list[list[int]] = []  # for each loader: samples, batches, sum of fingerprints
+        self._logged: _compat.LoggedValues | None = None
+        self._synced: list[Metric] = []
+        self._before_ghost: list[Callable[[], None]] = []
+        self._due = False
+
+    # ---------------------------------------------------------------------------------------------- before the loaders
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Asks the strategy for every evaluation loader, and Lightning to leave them as the user made them."""
+        self._strategy = require_strategy(self, trainer)
+        if self._strategy is None:
+            return
+        self._trainer = trainer
+        self._strategy.add_dataloader_transform(self._share)
+        if _compat.uses_distributed_sampler(trainer):
+            _compat.keep_user_loaders(trainer, _STAGES)
+
+    def _share(self, loader: object, stage: RunningStage) -> object:
+        trainer, strategy = self._trainer, self._strategy
+        if trainer is None or strategy is None or stage not in _STAGES:
+            return loader
+        return share_or_keep_in_step(loader, trainer, strategy.control_group)
+
+    # ------------------------------------------------------------------------------------------------ one evaluation
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begins an evaluation."""
+        self._begin(trainer, pl_module)
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begins an evaluation."""
+        self._begin(trainer, pl_module)
+
+    def _begin(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self._strategy is None:
+            return
+        self._release()
+        loop = _compat.evaluation_loop(trainer)
+        loaders, mode = _compat.loaders_of(loop)
+        self._parts = [loader if isinstance(loader, LockstepLoader) else shared_part(loader) for loader in loaders]
+        self._side_by_side = mode != "sequential"
+        if self._side_by_side:
+            self._refuse_unequal(mode)
+        self._tallies = [[0, 0, 0] for _ in loaders]
+        self._logged = _compat.LoggedValues(loop)
+        self._logged.on_epoch_metrics(lambda: self._reduce_logged(module))
+        self._synced = [metric for metric in metrics_of(module) if _compat.sync_metric_exactly(metric, self._gather)]
+
+    def _refuse_unequal(self, mode: str) -> None:
+        """Loaders that are read side by side must be shared out alike, or the pairing of their batches would change."""
+        batches = [part.num_batches if isinstance(part, ExactBatchSampler) else None for part in self._parts]
+        if len(batches) > 1 and (None in batches or len(set(batches)) > 1):
+            raise ValueError(
+                explain(
+                    f"evaluation loaders with equal numbers of batches in a CombinedLoader(mode={mode!r})",
+                    f"{batches} batches",
+                    "Use mode='sequential' (pass a list of loaders), or make their lengths equal",
+                )
+            )
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Takes back the ghost step before, and remembers the state if this is one."""
+        self._before_step(pl_module, batch_idx, dataloader_idx)
+
+    def on_test_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Takes back the ghost step before, and remembers the state if this is one."""
+        self._before_step(pl_module, batch_idx, dataloader_idx)
+
+    def _before_step(self, module: pl.LightningModule, batch_idx: int, dataloader_idx: int) -> None:
+        self._end_ghost_step()
+        if self._logged is None:
+            return
+        self._due = True
+        part = self._parts[dataloader_idx]
+        if part is not None and part.is_ghost(batch_idx):
+            logged, values = self._logged, self._logged.snapshot()
+            snapshot = ModuleSnapshot(module, list(logged.metric_objects().values()), ignore=_framework_attributes())
+            self.is_ghost_step = True
+            self._before_ghost = [snapshot.restore, lambda: logged.restore(values)]
+
+    def _end_ghost_step(self) -> None:
+        for restore in self._before_ghost:
+            restore()
+        self._before_ghost, self.is_ghost_step = [], False
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Counts the batch if it was a real one."""
+        self._after_step(batch_idx, dataloader_idx)
+
+    def on_test_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Counts the batch if it was a real one."""
+        self._after_step(batch_idx, dataloader_idx)
+
+    def _after_step(self, batch_idx: int, dataloader_idx: int) -> None:
+        read_now = slice(None) if self._side_by_side else slice(dataloader_idx, dataloader_idx + 1)
+        for part, tally in zip(self._parts[read_now], self._tallies[read_now], strict=True):
+            if isinstance(part, ExactBatchSampler) and not part.is_ghost(batch_idx):
+                tally[0] += part.num_samples(batch_idx)
+                tally[1] += 1
+                tally[2] = (tally[2] + part.fingerprint(batch_idx)) % 2**64
+
+    # ----------------------------------------------------------------------------------------------- what was logged
+
+    def _reduce_logged(self, module: pl.LightningModule) -> None:
+        """Runs once for each loader, right before Lightning computes its epoch-level values."""
+        self._end_ghost_step()
+        if self._logged is None or self._strategy is None or not self._due:
+            return
+        self._due = False
+        parts = gather_objects(
+            (self._logged.pending(), list(self._logged.metric_objects())), self._strategy.control_group
+        )
+        if any(metric_keys != parts[0][1] for _, metric_keys in parts):
+            raise DDPPluginError(
+                explain(
+                    "every rank to log the same torchmetrics objects in the same order",
+                    "; ".join(f"{keys} on rank {rank}" for rank, (_, keys) in enumerate(parts)),
+                    "Log metric objects unconditionally; plain values may be logged on some ranks only",
+                )
+            )
+        for key in dict.fromkeys(key for values, _ in parts for key in values):
+            logged = [values[key] for values, _ in parts if key in values]
+            reduction, _, _, settings = logged[0]
+            value = combine_logged(reduction, [(part_value, weight) for _, part_value, weight, _ in logged])
+            self._logged.resolve(key, value, settings, module.device)
+
+    def _gather(self, tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        assert self._strategy is not None
+        return gather_tensors(tensors, _compat.default_group(), self._strategy.control_group)
+
+    # ---------------------------------------------------------------------------------------------------- the audit
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Audits the evaluation and ends it."""
+        self._finish(trainer)
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Audits the evaluation and ends it."""
+        self._finish(trainer)
+
+    def _finish(self, trainer: pl.Trainer) -> None:
+        if self._strategy is None or self._logged is None:
+            return
+        stage = str(trainer.state.stage.value) if trainer.state.stage is not None else "?"
+        same = any(isinstance(part, LockstepLoader) and part.delivers_the_same for part in self._parts)
+        reports = gather_objects((self._tallies, same), self._strategy.control_group)
+        self.records = []
+        for index, part in enumerate(self._parts):
+            if isinstance(part, ExactBatchSampler):
+                self.records.append(_audit(stage, index, part, [tallies[index] for tallies, _ in reports]))
+        self._release()
+        if any(same for _, same in reports):
+            rank_zero_warn(
+                f"ExactEvaluation: several ranks' {stage} loaders began with the same batch. A loader that is iterable, or "
+                "that use_distributed_sampler=False keeps as it is, is evaluated as each rank delivers it, so these "
+                "samples counted once for each rank; let each rank deliver its own part."
+            )
+        for record in self.records:
+            line = "ExactEvaluation: " + record.describe(trainer.world_size)
+            if trainer.state.fn != "fit" or line not in self._announced:
+                self._announced.add(line)
+                rank_zero_info(line)
+
+    def _release(self) -> None:
+        self._end_ghost_step()
+        if self._logged is not None:
+            self._logged.release()
+        for metric in self._synced:
+            _compat.sync_metric_as_usual(metric)
+        self._forget()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Takes the interceptions out, so that the module and the Trainer stay usable."""
+        self._release()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Lets go of the Trainer."""
+        self._release()
+        self._trainer = self._strategy = None
+
+
+def share_or_keep_in_step(loader: object, trainer: pl.Trainer, group: dist.ProcessGroup) -> object:
+    """Shares a loader out by whole batches where that is safe, and otherwise keeps it in step as it is.
+
+    Args:
+        loader: a loader of an evaluation or prediction stage.
+        trainer: its Trainer.
+        group: the control group.
+
+    Collectives:
+        One object gather where the loader is only kept in step; those of :func:`agree_on_batches` while iterating.
+    """
+    if shared_part(loader) is not None or isinstance(loader, LockstepLoader):
+        return loader
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        is_distributed = any(isinstance(item, DistributedSampler) for item in walk(loader))
+        if is_distributed or _compat.uses_distributed_sampler(trainer):
+            batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+            return share_loader(
+                loader,
+                trainer.world_size,
+                trainer.global_rank,
+                limit=lambda num_steps: steps_limit(trainer, num_steps),
+                agree=lambda drawn: agree_on_batches(drawn, batches, group),
+            )
+    return LockstepLoader(loader, group) if trainer.world_size > 1 else loader  # type: ignore[arg-type]
+
+
+def steps_limit(trainer: pl.Trainer, num_steps: int | None) -> int | None:
+    """Returns how many of ``num_steps`` steps the Trainer's limits allow in the stage that runs now."""
+    limit: int | float
+    if trainer.testing:
+        limit = trainer.limit_test_batches
+    elif trainer.predicting:
+        limit = trainer.limit_predict_batches
+    else:
+        limit = trainer.limit_val_batches
+    if isinstance(limit, float):
+        limit = math.inf if num_steps is None else int(num_steps * limit)
+    if trainer.sanity_checking:
+        limit = min(limit, trainer.num_sanity_val_steps)
+    return None if math.isinf(limit) else int(limit)
+
+
+_SHARED_OUT_BY_NOBODY = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+
+
+def agree_on_batches(drawn: list[Any], batches: object, group: dist.ProcessGroup) -> list[Any]:
+    """Returns rank 0's batches on every rank, unless the ranks' lists show that the loader is shared out already.
+
+    Args:
+        drawn: this rank's list of batches of indices.
+        batches: the sampler it came from.
+        group: the control group.
+
+    Raises:
+        ValueError: on all ranks, if a sampler of the user's own delivers mostly different samples on different ranks.
+
+    Collectives:
+        One broadcast and one object gather, on all ranks.
+    """
+    if group.size() == 1:
+        return drawn
+    agreed: list[Any] = broadcast_object(drawn, group)
+    source = getattr(batches, "sampler", batches) if type(batches) is BatchSampler else batches
+    differs = False
+    if not isinstance(source, _SHARED_OUT_BY_NOBODY):
+        own, first = ({repr(i) for batch in part for i in _members(batch)} for part in (drawn, agreed))
+        differs = 2 * len(own & first) < min(len(own), len(first))
+    if any(gather_objects(differs, group)):
+        raise ValueError(
+            explain(
+                "an evaluation loader that delivers the whole dataset on every rank",
+                f"{type(source).__name__}, which delivers different samples on different ranks",
+                "Let the sampler deliver the whole order; or, if it is shared out by rank on purpose, pass "
+                "Trainer(use_distributed_sampler=False)",
+            )
+        )
+    return agreed
+
+
+def _members(batch: Any) -> list[Any]:
+    return batch if isinstance(batch, list) else [batch]
+
+
+def _audit(stage: str, index: int, part: ExactBatchSampler, tallies: list[list[int]]) -> EvaluationRecord:
+    num_samples, num_batches, order_hash = (sum(column) for column in zip(*tallies, strict=True))
+    if (num_samples, num_batches) != (part.num_samples_planned, part.share.num_batches):
+        raise EvaluationMismatchError(
+            explain(
+                f"{part.num_samples_planned} samples in {part.share.num_batches} batches from {stage} loader {index}",
+                f"{num_samples} samples in {num_batches} batches",
+                "Something ended the evaluation early or read the loader on its own; its metrics are not reported as exact",
+            )
+        )
+    drop_last, batch_size = getattr(part, "drop_last", False), getattr(part, "batch_size", None)
+    dropped = len(part.sampler) % batch_size if drop_last and batch_size and hasattr(part.sampler, "__len__") else 0
+    return EvaluationRecord(
+        stage=stage,
+        dataloader_idx=index,
+        num_samples=num_samples,
+        num_batches=num_batches,
+        num_steps=part.share.num_steps,
+        num_ghost_steps=part.share.num_steps * part.world_size - num_batches,
+        num_batches_left_out=part.num_batches_left_out,
+        num_samples_dropped=dropped,
+        order_hash=order_hash % 2**64,
+    )
+
+
+def _framework_attributes() -> frozenset[str]:
+    """Names of the attributes that every LightningModule has; they are not the user's state."""
+    return frozenset(vars(pl.LightningModule()))

@@ -1,0 +1,241 @@
+"""Ranks draw different numbers where they should, the same where they must, and the same again in the next run."""
+
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from torch.utils.data import DataLoader, IterableDataset
+
+from ddp_plugin import _compat
+from ddp_plugin.callbacks._shell import require_strategy
+from ddp_plugin.errors import explain
+from ddp_plugin.loaders import replaced
+from ddp_plugin.seeding import LoaderStreams, RunStreams, SeedWorker, StreamedSampler, may_draw, streamed
+
+__all__ = ["PerRankSeed"]
+
+_MAX_SEED = 2**63 - 1
+
+
+class PerRankSeed(pl.Callback):
+    """Gives every rank, loader worker, epoch and step a random stream of its own, keyed by where the run stands.
+
+    What it covers: python's ``random``, numpy's global generator, torch's CPU generator and the current CUDA device's.
+
+    - **Shared by all ranks**: everything before the first training epoch (the model's initialisation included), and the
+      order of samplers that draw from a global generator, so that the ranks' shards never overlap.
+    - **Different on every rank**: dropout and all else in a training step; augmentation, in workers or in the main
+      process; validation, test and predict.
+    - **Independent of what else happens**: a training step draws the same numbers whether validation runs or not, and
+      in a resumed run. No generator's state is saved.
+
+    Where the seed comes from: the argument, else ``PL_GLOBAL_SEED`` (``seed_everything``), else the checkpoint of the
+    run that is resumed, else rank 0 draws one. It is logged with its source. ``PL_GLOBAL_SEED`` and ``PL_SEED_WORKERS``
+    are never changed, and a user's ``worker_init_fn`` is called after the worker is seeded.
+
+    What it cannot do: persistent workers are seeded once and run on, so with them a resumed run augments differently;
+    iterables that are no ``DataLoader`` are not looked into; an iterable loader without workers that
+    ``configure_optimizers`` already made Lightning build fetches the run's very first batch from the shared stream; a
+    generator object of the user's own is the user's. An ``IterableDataset`` that shuffles *before* it takes its rank's
+    part needs such a generator, seeded alike on all ranks.
+
+    Args:
+        seed: 0 to 2**63 - 1, the same on all ranks; ``None`` for the sources above.
+
+    Raises:
+        TypeError: ``seed`` is no integer; at setup, several processes run without ``CustomDDPStrategy``.
+        ValueError: ``seed`` is out of range; at setup, on all ranks, it or ``PL_GLOBAL_SEED`` differs between ranks.
+
+    Collectives:
+        At setup, one gather of three numbers per rank on the control group, on all ranks; none later.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+            raise TypeError(explain("seed to be an integer or None", repr(seed), "Pass an integer, or leave it out"))
+        if seed is not None and not 0 <= seed <= _MAX_SEED:
+            raise ValueError(explain("seed to be 0 to 2**63 - 1", repr(seed), "Pass one in this range"))
+        self.seed = seed
+        self._trainer: pl.Trainer | None = None
+        self._streams: RunStreams | None = None
+        self._is_drawn = False
+        self._train_key: tuple[str, int, int] | None = None
+        self._num_loaders: dict[str, tuple[int, int]] = {}  # stage: (epoch in which they were loaded, how many)
+        self._train_loaders: list[LoaderStreams] = []
+
+    # -------------------------------------------------------------------------------------------------------- the seed
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Agrees on the seed and asks to see the loaders."""
+        strategy = require_strategy(self, trainer)
+        seed, source = self._agree(strategy.control_group if trainer.world_size > 1 and strategy is not None else None)
+        self._is_drawn = source == "drawn by rank 0"
+        self._trainer = trainer
+        self._streams = RunStreams(seed, trainer.global_rank, self._epoch, live=stage != "fit")
+        self._train_key = None
+        self._num_loaders = {}
+        self._train_loaders = []
+        rank_zero_info(
+            f"PerRankSeed: random streams from seed {seed} ({source}); PerRankSeed(seed={seed}) repeats them."
+        )
+        if "PL_GLOBAL_SEED" not in os.environ:  # else Lightning has just seeded all ranks alike
+            self._streams.enter_shared("setup")
+        if strategy is not None:
+            strategy.add_dataloader_transform(self._prepare)
+        else:
+            _compat.append_dataloader_transform(trainer, self._prepare)
+
+    def _agree(self, group: dist.ProcessGroup | None) -> tuple[int, str]:
+        drawn = int.from_bytes(os.urandom(4), "little")
+        mine = (os.environ.get("PL_GLOBAL_SEED"), self.seed, drawn)
+        everyone: list[Any] = [mine]
+        if group is not None:
+            everyone = [None] * group.size()
+            dist.all_gather_object(everyone, mine, group=group)
+        environment, arguments, draws = zip(*everyone, strict=True)
+        if len(set(environment)) > 1:
+            raise ValueError(
+                explain(
+                    "PL_GLOBAL_SEED to be the same on all ranks, because the DistributedSampler that Lightning injects "
+                    "shuffles by it: with different seeds the ranks' shards overlap, and an epoch over 16 samples on 2 "
+                    "ranks saw 11 of them",
+                    f"by rank {list(environment)}",
+                    "Call seed_everything with one number on all ranks; PerRankSeed makes the streams differ",
+                )
+            )
+        if len(set(arguments)) > 1:
+            raise ValueError(
+                explain(
+                    "PerRankSeed(seed=...) to be the same on all ranks",
+                    f"by rank {list(arguments)}",
+                    "Pass one number; the rank is hashed into each stream",
+                )
+            )
+        if self.seed is not None:
+            return self.seed, "the argument"
+        if environment[0] is not None:
+            return int(environment[0]), "PL_GLOBAL_SEED"
+        return int(draws[0]), "drawn by rank 0"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the seed, for runs that are resumed without one."""
+        return {} if self._streams is None else {"seed": self._streams.seed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the seed of the run that is resumed, unless one is given."""
+        saved = state_dict.get("seed")
+        if self._streams is None or saved is None or saved == self._streams.seed:
+            return
+        if self._is_drawn:
+            self._streams.seed = saved
+            rank_zero_info(f"PerRankSeed: random streams from seed {saved} (the checkpoint's) instead.")
+        elif self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING:
+            rank_zero_warn(
+                f"PerRankSeed: the checkpoint's run drew from seed {saved}, this one from {self._streams.seed}: it "
+                f"does not continue as if it had never stopped. PerRankSeed(seed={saved}) would."
+            )
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Lets go of the Trainer."""
+        self._trainer = None
+
+    # ---------------------------------------------------------------------------------------------------- the training
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """From here on, ranks may differ: the model is there, and its parameters are equal."""
+        self._run.live = True
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Makes iterators anew that were made for an epoch that turned out to be another one."""
+        epoch = self._epoch()
+        if any(loader.pass_epoch not in (None, epoch) for loader in self._train_loaders):
+            _compat.recreate_train_iterator(trainer)
+        self._run.enter_shared("train start")
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keys what is drawn before the first step."""
+        self._enter("fetch", 0)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Keys the step."""
+        self._enter("step", trainer.fit_loop.epoch_loop.batch_idx)  # batch_idx itself lags in dataloader_iter steps
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keys what is drawn until the next step, such as transforms of its batch on the device."""
+        self._enter("fetch", trainer.fit_loop.epoch_loop.batch_idx + 1)
+
+    def _enter(self, purpose: str, batch: int) -> None:
+        self._train_key = (purpose, self._epoch(), batch)
+        self._run.enter(*self._train_key)
+
+    # -------------------------------------------------------------------------------------------------- the evaluations
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keys the validation."""
+        self._run.enter("validate", self._epoch())
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Goes back to where training stood."""
+        if trainer.state.fn == TrainerFn.FITTING and self._train_key is not None:
+            self._run.enter(*self._train_key)
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keys the test."""
+        self._run.enter("test", self._epoch())
+
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keys the prediction."""
+        self._run.enter("predict", self._epoch())
+
+    # ------------------------------------------------------------------------------------------------------ the loaders
+
+    def _prepare(self, loader: object, stage: RunningStage) -> object:
+        if self._trainer is None or not isinstance(loader, DataLoader):
+            return loader
+        training, iterable = stage is RunningStage.TRAINING, isinstance(loader.dataset, IterableDataset)
+        streams = self._loader_streams(stage)
+        changes: dict[str, Any] = {}
+        if loader.num_workers > 0:
+            user_init = loader.worker_init_fn
+            then = user_init.then if isinstance(user_init, SeedWorker) else user_init  # a loader that was here before
+            changes["worker_init_fn"] = SeedWorker(streams.worker_key, then)
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        sampler = getattr(loader, name)
+        if isinstance(sampler, StreamedSampler):
+            sampler = sampler.forwards_to
+        draws = not iterable and may_draw(sampler)
+        fetches_here = loader.num_workers == 0 and (training or iterable)
+        if training or draws or fetches_here:
+            changes[name] = streamed(sampler, streams, draws=draws, fetches_here=fetches_here)
+        return replaced(loader, **changes) if changes else loader
+
+    def _loader_streams(self, stage: RunningStage) -> LoaderStreams:
+        # The sanity check and validation share a loader, whichever comes first.
+        name = "validate" if stage is RunningStage.SANITY_CHECKING else stage.value
+        epoch = self._epoch()
+        loaded_epoch, position = self._num_loaders.get(name, (epoch, 0))
+        if loaded_epoch != epoch:  # reload_dataloaders_every_n_epochs
+            position = 0
+        self._num_loaders[name] = (epoch, position + 1)
+        streams = LoaderStreams(self._run, f"{name}/{position}", repeats=stage is RunningStage.TRAINING)
+        if stage is RunningStage.TRAINING:
+            self._train_loaders = [*self._train_loaders[:position], streams]
+        return streams
+
+    def _epoch(self) -> int:
+        # Evaluation by itself is keyed alike after a fit and in a process of its own.
+        fitting = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
+        return _compat.train_epoch(self._trainer) if fitting else 0
+
+    @property
+    def _run(self) -> RunStreams:
+        if self._streams is None:
+            raise RuntimeError(explain("setup before any other hook", "none", "Pass PerRankSeed to the Trainer"))
+        return self._streams

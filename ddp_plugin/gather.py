@@ -1,0 +1,111 @@
+"""Everything from every rank, whatever its shape: gathers that do not ask for equal sizes.
+
+``all_gather`` wants the same shape everywhere and, over gloo, answers unequal shapes with uninitialised memory. Here
+sizes travel first, in one small message.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["broadcast_object", "gather_objects", "gather_objects_to", "gather_tensors"]
+
+_ALIGNMENT_BYTES = 16  # of each tensor inside the payload: a view as complex128 needs it
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Returns every rank's value, in rank order, on every rank.
+
+    Args:
+        value: anything that pickles; meant for bytes to kilobytes.
+        group: a group with a CPU backend, such as the control group.
+
+    Collectives:
+        Two all-gathers (length, bytes) on every rank of the group.
+    """
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def gather_objects_to(value: Any, group: dist.ProcessGroup, destination: int | None) -> list[Any]:
+    """Returns every rank's value, in rank order, on the destination alone; an empty list elsewhere.
+
+    Args:
+        value: anything that pickles.
+        group: a group with a CPU backend.
+        destination: the rank that receives; ``None`` means every rank.
+
+    Collectives:
+        An all-gather of lengths and a gather (or all-gather) of bytes on every rank of the group.
+    """
+    if destination is None:
+        return gather_objects(value, group)
+    receives = dist.get_rank(group) == destination
+    values: list[Any] = [None] * group.size() if receives else []
+    dist.gather_object(value, values if receives else None, dst=dist.get_global_rank(group, destination), group=group)
+    return values
+
+
+def broadcast_object(value: Any, group: dist.ProcessGroup, source: int = 0) -> Any:
+    """Returns one rank's value on every rank.
+
+    Args:
+        value: anything that pickles; what other ranks pass is ignored.
+        group: a group with a CPU backend.
+        source: the rank in the group whose value it is.
+
+    Collectives:
+        Two broadcasts (length, bytes) on every rank of the group.
+    """
+    box = [value]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, source), group=group)
+    return box[0]
+
+
+def gather_tensors(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, control_group: dist.ProcessGroup
+) -> list[list[torch.Tensor]]:
+    """Returns every rank's tensors, in rank order, on every rank; numbers, shapes and dtypes may all differ.
+
+    Args:
+        tensors: any number of dense tensors on one device, also none.
+        group: carries the payload when it lies on an accelerator.
+        control_group: a gloo group; carries shapes always and the payload when it lies on the CPU.
+
+    Returns:
+        ``[tensors of rank 0, tensors of rank 1, ...]``, on the device of ``tensors``. Bits are kept, NaN payloads too.
+
+    Collectives:
+        One object gather on ``control_group`` and one all-gather of bytes, on every rank.
+    """
+    parts = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    padded_bytes = [-(-part.numel() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for part in parts]
+    layout = [(tuple(tensor.shape), tensor.dtype, part.numel()) for tensor, part in zip(tensors, parts, strict=True)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    layouts = gather_objects((layout, sum(padded_bytes), device.type), control_group)
+
+    on_accelerator = any(device_type != "cpu" for _, _, device_type in layouts)
+    if on_accelerator and device.type == "cpu":  # this rank has nothing to send, or has it on the CPU
+        device = torch.device(
+            torch.accelerator.current_accelerator() or "cpu", torch.accelerator.current_device_index()
+        )
+    payload = torch.zeros(max(size for _, size, _ in layouts), dtype=torch.uint8, device=device)
+    offset = 0
+    for part, size in zip(parts, padded_bytes, strict=True):
+        payload[offset : offset + part.numel()].copy_(part)
+        offset += size
+    received = [torch.empty_like(payload) for _ in layouts]
+    if payload.numel():
+        dist.all_gather(received, payload, group=group if on_accelerator else control_group)
+    return [_unpack(buffer, rank_layout) for buffer, (rank_layout, _, _) in zip(received, layouts, strict=True)]
+
+
+def _unpack(payload: torch.Tensor, layout: list[tuple[tuple[int, ...], torch.dtype, int]]) -> list[torch.Tensor]:
+    tensors, offset = [], 0
+    for shape, dtype, size in layout:
+        tensors.append(payload[offset : offset + size].clone().view(dtype).reshape(shape))
+        offset += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return tensors

@@ -1,0 +1,119 @@
+"""Loaders whose length only iterating tells, kept in step: no rank leaves the loop while another still has a batch."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_plugin.gather import broadcast_object, gather_objects
+
+__all__ = ["LockstepLoader"]
+
+_END = object()
+
+
+class LockstepLoader:
+    """Delivers a rank's own batches, then repeats its last one until every rank has delivered all of theirs.
+
+    It is for loaders that this package must not share out: iterable datasets, iterables that are no DataLoader, and
+    loaders that the user has shared out already. The repeated batches are ghosts; see :mod:`ddp_plugin.ghost`.
+
+    Args:
+        loader: any iterable of batches; its attributes are forwarded.
+        group: the control group.
+
+    Attributes:
+        num_own_batches: batches of this rank's own in the latest iteration, so far.
+        delivers_the_same: whether another rank's first batch was the same as this one's, in the latest iteration.
+
+    Collectives:
+        At construction one object gather (lengths). While iterating one all-reduce of an integer per batch, with two
+        more messages at the first one. All on the control group, on all ranks alike.
+    """
+
+    def __init__(self, loader: Iterable[Any], group: dist.ProcessGroup) -> None:
+        self.loader = loader
+        self._group = group
+        self.num_own_batches = 0
+        self.delivers_the_same = False
+        try:
+            length: int | None = len(loader)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            length = None
+        lengths = gather_objects(length, group)
+        self._length = None if None in lengths else max(lengths)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader" or name.startswith("__"):  # not set yet (copying, unpickling)
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError(f"{type(self.loader).__name__} has no length on at least one rank")
+        length: int = self._length
+        return length
+
+    def __iter__(self) -> Iterator[Any]:
+        self.num_own_batches = 0
+        batches = iter(self.loader)
+        batch = next(batches, _END)
+        repeated = self._first(batch)
+        if repeated is _END:
+            return
+        while True:
+            if batch is not _END:
+                self.num_own_batches += 1
+                repeated = batch
+            yield repeated
+            if batch is not _END:
+                batch = next(batches, _END)
+            if not self._any_rank_has(batch is not _END):
+                return
+
+    def _first(self, batch: Any) -> Any:
+        """Agrees on the first step; a rank without any batch is sent another's, to have something for its ghosts."""
+        has_batch = batch is not _END
+        digests = gather_objects(_digest(batch) if has_batch else None, self._group)
+        holders = [rank for rank, digest in enumerate(digests) if digest is not None]
+        self.delivers_the_same = has_batch and digests.count(digests[dist.get_rank(self._group)]) > 1
+        if not holders:
+            return _END
+        if len(holders) < len(digests):
+            sent = broadcast_object(batch if has_batch else None, self._group, source=holders[0])
+            return batch if has_batch else sent
+        return batch
+
+    def _any_rank_has(self, has_batch: bool) -> bool:
+        flag = torch.tensor([int(has_batch)], dtype=torch.int32)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(flag.item())
+
+    def is_ghost(self, step: int) -> bool:
+        """Whether a step of the latest iteration repeats a batch."""
+        return step >= self.num_own_batches
+
+
+def _digest(batch: Any) -> str:
+    """Hashes what a batch holds; equal contents give equal digests in different processes."""
+    digest = hashlib.blake2b(digest_size=16)
+
+    def add(value: Any) -> None:
+        digest.update(type(value).__name__.encode())
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                add(key)
+                add(item)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                add(item)
+        else:
+            digest.update(repr(value).encode())
+
+    add(batch)
+    return digest.hexdigest()

@@ -1,0 +1,222 @@
+"""The resolved plan of a run: what the settings amount to, before anything is started.
+
+All numbers are computed from sizes alone; the model may live on the meta device.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ddp_plugin.errors import explain
+
+__all__ = ["Plan", "activation_bytes", "count_parameters", "memory_bytes", "num_processes", "resolve_precision"]
+
+# Bytes per parameter: (weight, gradient, copy of the weight that autocast makes for the forward and backward).
+_PRECISIONS = {
+    "64-true": (8, 8, 0),
+    "32-true": (4, 4, 0),
+    "bf16-mixed": (4, 4, 2),
+    "16-mixed": (4, 4, 2),
+    "bf16-true": (2, 2, 0),
+    "16-true": (2, 2, 0),
+}
+# Tensors of the weight's size and type that an optimizer keeps for each parameter.
+_OPTIMIZER_TENSORS = {"adamw": 2, "sgd_momentum": 1, "sgd": 0}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do.
+
+    Attributes:
+        name: the recipe and its model, in words.
+        batch_size: samples per process and micro-batch.
+        num_processes: processes over all nodes.
+        num_accumulated: micro-batches per optimizer step.
+        learning_rate: peak learning rate, after any scaling.
+        num_steps: optimizer steps.
+        num_warmup_steps: of these, steps with a rising learning rate.
+        num_parameters: trainable and frozen parameters, shared ones once.
+        precision: as Lightning names it.
+        memory: bytes per process by what they hold, see :func:`memory_bytes`.
+        units_per_sample: tokens or images in one sample.
+        unit: what is counted, in the plural.
+    """
+
+    name: str
+    batch_size: int
+    num_processes: int
+    num_accumulated: int
+    learning_rate: float
+    num_steps: int
+    num_warmup_steps: int
+    num_parameters: int
+    precision: str
+    memory: dict[str, int]
+    units_per_sample: int = 1
+    unit: str = "samples"
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Samples per optimizer step, over all processes."""
+        return self.batch_size * self.num_processes * self.num_accumulated
+
+    @property
+    def units_per_step(self) -> int:
+        """Tokens or images per optimizer step, over all processes."""
+        return self.effective_batch_size * self.units_per_sample
+
+    @property
+    def num_units(self) -> int:
+        """Tokens or images of the whole run."""
+        return self.units_per_step * self.num_steps
+
+    @property
+    def memory_total_bytes(self) -> int:
+        """Bytes per process of everything in :attr:`memory`."""
+        return sum(self.memory.values())
+
+    def __str__(self) -> str:
+        per_step = f" = {self.units_per_step:,} {self.unit}" if self.units_per_sample > 1 else ""
+        parts = ", ".join(f"{name} {_mib(size)}" for name, size in self.memory.items() if size)
+        rows = [
+            ("model", f"{self.name}, {self.num_parameters:,} parameters, precision {self.precision}"),
+            (
+                "effective batch",
+                f"{self.batch_size} per process x {self.num_processes} processes x {self.num_accumulated} accumulated"
+                f" = {self.effective_batch_size:,} samples{per_step}",
+            ),
+            ("learning rate", f"{self.learning_rate:g} at its peak, after {self.num_warmup_steps:,} steps of warm-up"),
+            ("length", f"{self.num_steps:,} steps, {self.num_units:,} {self.unit}"),
+            ("memory per process", f"{_mib(self.memory_total_bytes)} at least ({parts})"),
+        ]
+        return "\n".join(f"  {label:<20}{text}" for label, text in rows)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Returns the number of parameters, shared ones once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def num_processes(accelerator: str, devices: int | str, num_nodes: int) -> int:
+    """Returns how many processes the Trainer will run.
+
+    Args:
+        accelerator: ``"cpu"``, ``"cuda"``, ``"gpu"`` or ``"auto"``.
+        devices: processes per node; ``"auto"`` or ``-1`` means each GPU of this machine, or one process without GPUs.
+        num_nodes: machines.
+
+    Raises:
+        ValueError: a count below one.
+
+    Collectives:
+        None.
+    """
+    if devices in ("auto", -1, "-1"):
+        devices = max(1, torch.cuda.device_count()) if accelerator != "cpu" else 1
+    if not isinstance(devices, int) or devices < 1 or num_nodes < 1:
+        raise ValueError(
+            explain(
+                "trainer.devices and trainer.num_nodes to be at least 1",
+                f"devices={devices!r}, num_nodes={num_nodes!r}",
+                "Give the number of processes per node and of nodes",
+            )
+        )
+    return devices * num_nodes
+
+
+def resolve_precision(precision: str, accelerator: str) -> str:
+    """Returns the precision by Lightning's name; ``"auto"`` is bf16 on a GPU that has it and fp32 elsewhere.
+
+    Raises:
+        ValueError: a precision that the plan does not know.
+
+    Collectives:
+        None.
+    """
+    if precision == "auto":
+        on_gpu = accelerator != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        precision = "bf16-mixed" if on_gpu else "32-true"
+    if precision not in _PRECISIONS:
+        known = ["auto", *_PRECISIONS]
+        raise ValueError(explain(f"trainer.precision to be one of {known}", repr(precision), "Choose one of these"))
+    return precision
+
+
+def memory_bytes(
+    num_parameters: int,
+    precision: str,
+    optimizer: str,
+    *,
+    distributed: bool = True,
+    gradient_as_bucket_view: bool = False,
+    activations: int = 0,
+) -> dict[str, int]:
+    """Estimates the memory of one process by what it holds; the allocator's slack and CUDA's context come on top.
+
+    Args:
+        num_parameters: parameters, all of them trainable.
+        precision: a resolved precision, see :func:`resolve_precision`.
+        optimizer: ``"adamw"``, ``"sgd_momentum"`` or ``"sgd"``.
+        distributed: whether DDP wraps the model, and so keeps buckets of all gradients.
+        gradient_as_bucket_view: whether gradients live in those buckets instead of beside them.
+        activations: bytes saved for the backward, see :func:`activation_bytes`.
+
+    Returns:
+        Bytes by name, in the order in which they come into being.
+
+    Raises:
+        ValueError: an unknown precision or optimizer.
+
+    Collectives:
+        None.
+    """
+    for name, value, known in (
+        ("precision", precision, list(_PRECISIONS)),
+        ("optimizer", optimizer, list(_OPTIMIZER_TENSORS)),
+    ):
+        if value not in known:
+            raise ValueError(explain(f"{name} to be one of {known}", repr(value), "Choose one of these"))
+    weight_bytes, gradient_bytes, autocast_bytes = _PRECISIONS[precision]
+    has_buckets = distributed and not gradient_as_bucket_view
+    return {
+        "weights": num_parameters * weight_bytes,
+        "autocast copies": num_parameters * autocast_bytes,
+        "activations": activations,
+        "gradients": num_parameters * gradient_bytes,
+        "DDP buckets": num_parameters * gradient_bytes if has_buckets else 0,
+        "optimizer": num_parameters * weight_bytes * _OPTIMIZER_TENSORS[optimizer],
+    }
+
+
+def activation_bytes(module: nn.Module, loss: Callable[[], Tensor]) -> int:
+    """Counts the bytes that one eager forward saves for its backward; on the meta device nothing is computed for that.
+
+    Args:
+        module: the model; its parameters are not counted. Cast it to a mixed precision's lower type to estimate that.
+        loss: runs the model on tensors of the same device and returns the loss.
+
+    Returns:
+        Bytes of the distinct storages that autograd holds.
+
+    Collectives:
+        None.
+    """
+    own = {id(storage): storage for storage in (parameter.untyped_storage() for parameter in module.parameters())}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if id(storage) not in own:
+            saved[id(storage)] = storage  # held, as those in own, so that no other storage can take the same id
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss()
+    return sum(storage.nbytes() for storage in saved.values())

@@ -1,0 +1,300 @@
+"""What both recipes stand on: settings, plan, parameter groups, throughput."""
+
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import throughput as throughput_module
+import torch
+from omegaconf import DictConfig
+from optimizer import decay_groups, make_adamw, make_sgd
+from plan import Plan, activation_bytes, count_parameters, memory_bytes, num_processes, resolve_precision
+from settings import SettingsError, load_settings
+from throughput import Throughput, measured_peak_flops_per_s, num_samples, peak_memory_bytes
+from torch import nn
+
+from ddp_plugin import CustomDDPStrategy
+
+# --------------------------------------------------------------------------------------------------------- settings
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "toy.yaml").write_text(
+        "name: toy\nrate: 1.0e-3\nnum: 3\nflag: false\nnothing: null\nlist: [1, 2]\n"
+        "part:\n  depth: 4\n  inner:\n    width: 8\nstrategy:\n  static_graph: true\n"
+    )
+    (tmp_path / "toy_big.yaml").write_text("part:\n  depth: 40\nnum: 30\n")
+    (tmp_path / "toy_wrong.yaml").write_text("part:\n  dept: 40\n")
+    return tmp_path
+
+
+def test_the_file_alone(folder: Path) -> None:
+    settings = load_settings("toy", [], folder)
+    assert (settings.name, settings.rate, settings.num, settings.flag) == ("toy", 1e-3, 3, False)
+    assert settings.part.inner.width == 8
+    assert settings.strategy.static_graph is True
+    assert settings.strategy.timeout_s == 1800.0  # every field of StrategyConfig is there
+
+
+def test_the_command_line_wins_over_the_variant_and_the_variant_over_the_file(folder: Path) -> None:
+    settings = load_settings("toy", ["num=300", "config=big", "nothing=/some/path", "list=[3]"], folder)
+    assert (settings.num, settings.part.depth, settings.part.inner.width) == (300, 40, 8)
+    assert settings.nothing == "/some/path"
+    assert list(settings.list) == [3]
+
+
+def test_an_integer_fits_where_a_float_is_wanted(folder: Path) -> None:
+    assert load_settings("toy", ["rate=1"], folder).rate == 1
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ("part.dept=3", "Did you mean 'depth'?"),
+        ("part.inner.widht=3", "Did you mean 'width'?"),
+        ("nmae=x", "Did you mean 'name'?"),
+        ("zzzz=1", "--help"),
+        ("strategy.static_grap=true", "Did you mean 'static_graph'?"),
+        ("strategy.nccl.max_cta=1", "max_cta"),
+        ("strategy.static_graph=perhaps", "not a valid bool"),
+        ("num=1.5", "a value like 3 (int)"),
+        ("num=true", "a value like 3 (int)"),
+        ("num=null", "a value like 3 (int)"),
+        ("flag=1", "a value like False (bool)"),
+        ("name=3", "a value like 'toy' (str)"),
+        ("rate=fast", "a value like 0.001 (float)"),
+        ("part=3", "a section"),
+        ("list=3", "a value like [1, 2]"),
+        ("--num=3", "Write num=3"),
+        ("num", "Write num="),
+        ("list=[1", "a YAML value for list"),
+        ("config=bigg", "Did you mean 'big'?"),
+        ("config=wrong", "Did you mean 'depth'?"),
+    ],
+)
+def test_mistakes_are_refused_with_a_hint(folder: Path, argument: str, hint: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(hint)):
+        load_settings("toy", [argument], folder)
+
+
+def test_keys_that_do_not_exist_raise_on_access(folder: Path) -> None:
+    with pytest.raises(Exception, match="not in struct"):
+        _ = load_settings("toy", ["config=big"], folder).part.dept
+
+
+def test_help_prints_every_key_and_leaves(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        load_settings("toy", ["--help"], folder)
+    assert leaving.value.code == 0
+    printed = capsys.readouterr().out
+    assert "width: 8" in printed
+    assert "big, wrong" in printed
+
+
+def test_the_strategy_section_builds_the_strategy(folder: Path) -> None:
+    settings = load_settings("toy", ["strategy.comm_hook=bf16", "strategy.nccl.high_priority_stream=true"], folder)
+    assert isinstance(settings, DictConfig)
+    strategy = CustomDDPStrategy.from_config(settings.strategy)
+    assert strategy.comm_hook is not None
+    assert strategy.comm_hook.name == "bf16"
+
+
+# ------------------------------------------------------------------------------------------------------------- plan
+
+
+def _plan(**changes: Any) -> Plan:
+    values: dict[str, Any] = {
+        "name": "toy",
+        "batch_size": 4,
+        "num_processes": 8,
+        "num_accumulated": 8,
+        "learning_rate": 0.1,
+        "num_steps": 10,
+        "num_warmup_steps": 2,
+        "num_parameters": 1000,
+        "precision": "32-true",
+        "memory": memory_bytes(1000, "32-true", "adamw"),
+        "units_per_sample": 128,
+        "unit": "tokens",
+    }
+    return Plan(**(values | changes))
+
+
+def test_effective_batch_and_length() -> None:
+    plan = _plan()
+    assert (plan.effective_batch_size, plan.units_per_step, plan.num_units) == (256, 32_768, 327_680)
+    text = str(plan)
+    for part in (
+        "4 per process x 8 processes x 8 accumulated = 256 samples = 32,768 tokens",
+        "0.1 at its peak",
+        "1,000",
+    ):
+        assert part in text
+
+
+def test_memory_by_hand() -> None:
+    # AdamW in fp32: weight 4, gradient 4, bucket 4, two moments 8 bytes.
+    assert sum(memory_bytes(1000, "32-true", "adamw").values()) == 20_000
+    assert sum(memory_bytes(1000, "32-true", "adamw", gradient_as_bucket_view=True).values()) == 16_000
+    assert sum(memory_bytes(1000, "32-true", "adamw", distributed=False).values()) == 16_000
+    # bf16 autocast adds a copy of 2 bytes; SGD with momentum keeps 4 bytes instead of 8.
+    assert sum(memory_bytes(1000, "bf16-mixed", "sgd_momentum", activations=7).values()) == 18_007
+    assert sum(memory_bytes(1000, "bf16-true", "sgd").values()) == 6_000
+
+
+def test_memory_is_what_torch_allocates() -> None:
+    model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 10))
+    optimizer = make_adamw(model, 1e-3, 0.1)
+    model(torch.ones(2, 30)).sum().backward()
+    optimizer.step()
+    moments = [t for state in optimizer.state.values() for name, t in state.items() if name.startswith("exp_avg")]
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *moments]
+    stored = sum(t.numel() * t.element_size() for t in tensors if t is not None)
+    assert sum(memory_bytes(count_parameters(model), "32-true", "adamw", distributed=False).values()) == stored
+
+
+def test_activations_of_a_model_worked_out_by_hand() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Sigmoid(), nn.Linear(16, 4, bias=False))
+        inputs = torch.empty(5, 8)
+    # The two linears keep their inputs (the second's is the sigmoid's output, which the sigmoid keeps too).
+    assert activation_bytes(model, lambda: model(inputs).sum()) == 4 * (5 * 8 + 5 * 16)
+
+
+def test_number_of_processes() -> None:
+    assert num_processes("cpu", 2, 3) == 6
+    assert num_processes("cpu", -1, 1) == 1
+    for devices, nodes in ((0, 1), (2, 0), ("two", 1)):
+        with pytest.raises(ValueError, match="at least 1"):
+            num_processes("cpu", devices, nodes)
+
+
+def test_precision() -> None:
+    assert resolve_precision("auto", "cpu") == "32-true"
+    assert resolve_precision("bf16-mixed", "cpu") == "bf16-mixed"
+    with pytest.raises(ValueError, match=r"trainer\.precision to be one of"):
+        resolve_precision("bf17", "cpu")
+    with pytest.raises(ValueError, match="optimizer to be one of"):
+        memory_bytes(1, "32-true", "adam")
+
+
+# -------------------------------------------------------------------------------------------------------- optimizer
+
+
+def test_what_decays() -> None:
+    model = nn.ModuleDict(
+        {
+            "embedding": nn.Embedding(5, 4),
+            "conv": nn.Conv2d(3, 4, 3),
+            "batch_norm": nn.BatchNorm2d(4),
+            "layer_norm": nn.LayerNorm((4, 4)),  # its weight has two dimensions
+            "rms_norm": nn.RMSNorm(4),
+            "linear": nn.Linear(4, 5),
+            "frozen": nn.Linear(4, 4).requires_grad_(False),
+        }
+    )
+    model["linear"].weight = model["embedding"].weight  # tied
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = {group["name"]: group for group in decay_groups(model, 0.1)}
+    assert {names[id(p)] for p in groups["decay"]["params"]} == {"embedding.weight", "conv.weight"}
+    assert {names[id(p)] for p in groups["no_decay"]["params"]} == {
+        "conv.bias",
+        "batch_norm.weight",
+        "batch_norm.bias",
+        "layer_norm.weight",
+        "layer_norm.bias",
+        "rms_norm.weight",
+        "linear.bias",
+    }
+    assert (groups["decay"]["weight_decay"], groups["no_decay"]["weight_decay"]) == (0.1, 0.0)
+
+
+def test_decay_moves_only_the_decaying_group() -> None:
+    model = nn.Linear(3, 3)
+    nn.init.ones_(model.weight)
+    nn.init.ones_(model.bias)
+    optimizer = make_adamw(model, learning_rate=0.5, weight_decay=0.1)
+    (model(torch.ones(1, 3)) * 0).sum().backward()  # zero gradients: decay alone is at work
+    optimizer.step()
+    torch.testing.assert_close(model.weight, torch.full((3, 3), 1 - 0.5 * 0.1))
+    torch.testing.assert_close(model.bias, torch.ones(3), rtol=0, atol=0)
+
+
+def test_sgd_has_the_settings_asked_for() -> None:
+    optimizer = make_sgd(nn.Linear(2, 2), learning_rate=0.3, weight_decay=0.01, momentum=0.8)
+    assert [(g["lr"], g["momentum"], g["nesterov"], g["weight_decay"]) for g in optimizer.param_groups] == [
+        (0.3, 0.8, True, 0.01),
+        (0.3, 0.8, True, 0.0),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------- throughput
+
+
+class _Time:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+def test_throughput_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Time()
+    monkeypatch.setattr(throughput_module, "time", clock)
+    logged: dict[str, float] = {}
+    trainer: Any = SimpleNamespace(world_size=2, global_step=0, max_steps=7, log_every_n_steps=2)
+    module: Any = SimpleNamespace(
+        device=torch.device("cpu"), log=lambda name, value, **_: logged.update({name: float(value)})
+    )
+    meter = Throughput(10, "tokens", flops_per_unit=6.0, peak_flops_per_s=480.0, num_skipped=2)
+    meter.on_train_start(trainer, module)
+    assert meter.report() is None
+    for step in range(1, 8):
+        clock.now_s += 100.0 if step <= 3 else 0.5  # the first three are slow and not measured
+        trainer.global_step = step
+        meter.on_train_batch_end(trainer, module, None, {"tokens": torch.zeros(4, 3)}, step - 1)
+        if step == 5:
+            meter.on_validation_start(trainer, module)
+            clock.now_s += 1000.0
+            meter.on_validation_end(trainer, module)
+    # 4 samples of 10 tokens in half a second on each of two processes.
+    report = meter.report()
+    assert report is not None
+    assert report.units_per_s == pytest.approx(160.0, rel=1e-12)
+    assert report.model_flops_per_s == pytest.approx(960.0, rel=1e-12)
+    assert report.utilisation_ratio == pytest.approx(1.0, rel=1e-12)
+    assert report.step_s == pytest.approx(0.5, rel=1e-12)
+    assert not report.is_peak_measured
+    assert logged["tokens_per_s"] == pytest.approx(160.0, rel=1e-12)
+    assert logged["model_flop_utilisation"] == pytest.approx(1.0, rel=1e-12)
+    assert "160 tokens/s" in str(report)
+
+
+def test_the_size_of_a_batch() -> None:
+    assert num_samples((torch.zeros(3, 2), torch.zeros(3))) == 3
+    assert num_samples({"name": "x", "image": [torch.zeros(5)]}) == 5
+    assert num_samples("nothing") == 0
+
+
+def test_measured_peak_and_memory_are_plausible() -> None:
+    peak = measured_peak_flops_per_s(size=128, num_repeats=3)
+    assert 1e8 < peak < 1e15
+    assert 2**24 < peak_memory_bytes(torch.device("cpu")) < 2**45
+
+
+@pytest.mark.parametrize("wrong", [{"units_per_sample": 0}, {"num_skipped": -1}, {"peak_flops_per_s": 0.0}])
+def test_throughput_refuses_numbers_out_of_range(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="Correct the number"):
+        Throughput(**wrong)
+
+
+def test_peak_memory_grows_with_what_is_held() -> None:
+    before = peak_memory_bytes(torch.device("cpu"))
+    held = torch.ones(math.ceil(before / 4) + 2**24)
+    assert peak_memory_bytes(torch.device("cpu")) >= before + 2**25
+    del held
