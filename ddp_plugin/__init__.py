@@ -14,6 +14,7 @@ if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
 
 from ddp_plugin.callbacks.convert_sync_batchnorm import ConvertSyncBatchNorm
 from ddp_plugin.callbacks.exact_evaluation import ExactEvaluation
+from ddp_plugin.callbacks.gather_predictions import GatherPredictions
 from ddp_plugin.callbacks.per_rank_seed import PerRankSeed
 from ddp_plugin.callbacks.sampler_epoch import SamplerEpoch
 from ddp_plugin.callbacks.scale_learning_rate import ScaleLearningRate
@@ -26,6 +27,7 @@ __all__ = [
     "ConvertSyncBatchNorm",
     "CustomDDPStrategy",
     "ExactEvaluation",
+    "GatherPredictions",
     "NcclOptions",
     "PerRankSeed",
     "SamplerEpoch",

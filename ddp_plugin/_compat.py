@@ -173,7 +173,9 @@ def index_tracking(batch_sampler: Any) -> Any:
     """Wraps a batch sampler so that Lightning's prediction writers find the indices of each batch."""
     from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 
-    return _IndexBatchSamplerWrapper(batch_sampler)
+    wrapper: Any = _IndexBatchSamplerWrapper(batch_sampler)
+    wrapper.batch_sampler = batch_sampler  # where walk() finds it
+    return wrapper
 
 
 def set_predictions(trainer: Any, predictions: list[list[Any]]) -> None:
@@ -239,7 +241,7 @@ class LoggedValues:
         }
 
     def resolve(self, key: str, value: float, settings: dict[str, Any], device: Any) -> None:
-        """Sets the epoch-level value of a key, so that Lightning neither computes nor reduces it; makes it if needed."""
+        """Sets the epoch-level value of a key, so that Lightning does not reduce it; makes it if needed."""
         import torch
         from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 
@@ -294,7 +296,8 @@ def metric_snapshot(metric: Any) -> dict[str, Any]:
     """Copies a metric's states and counters; states are cloned because updates change them in place."""
     states = {name: _copied(getattr(metric, name)) for name in metric._defaults}
     # A cached result is dropped: this rank must take part where others, who did update, compute anew.
-    return states | {name: metric.__dict__.get(name) for name in ("_update_count", "_forward_cache")} | {"_computed": None}
+    counters = {name: metric.__dict__.get(name) for name in ("_update_count", "_forward_cache")}
+    return states | counters | {"_computed": None}
 
 
 def restore_metric(metric: Any, snapshot: dict[str, Any]) -> None:

@@ -62,8 +62,8 @@ class EvaluationRecord:
     def describe(self, world_size: int) -> str:
         """One line for people."""
         text = (
-            f"{self.stage}: dataloader {self.dataloader_idx}: {self.num_samples} samples in {self.num_batches} batches, "
-            f"each evaluated once, on {world_size} ranks"
+            f"{self.stage}: dataloader {self.dataloader_idx}: {self.num_samples} samples in {self.num_batches} "
+            f"batches, each evaluated once, on {world_size} rank{'s' * (world_size > 1)}"
         )
         left_out = []
         if self.num_samples_dropped:

@@ -89,9 +89,7 @@ def gather_tensors(
 
     on_accelerator = any(device_type != "cpu" for _, _, device_type in layouts)
     if on_accelerator and device.type == "cpu":  # this rank has nothing to send, or has it on the CPU
-        device = torch.device(
-            torch.accelerator.current_accelerator() or "cpu", torch.accelerator.current_device_index()
-        )
+        device = torch.device(next(str(device_type) for _, _, device_type in layouts if device_type != "cpu"))
     payload = torch.zeros(max(size for _, size, _ in layouts), dtype=torch.uint8, device=device)
     offset = 0
     for part, size in zip(parts, padded_bytes, strict=True):

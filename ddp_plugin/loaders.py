@@ -147,7 +147,7 @@ def share_loader(
             explain(
                 "an evaluation loader over the whole dataset",
                 f"a DistributedSampler inside {type(batches).__name__}",
-                "Take the DistributedSampler out: ExactEvaluation and GatherPredictions share the batches out themselves",
+                "Take the DistributedSampler out: the batches are shared out here",
             )
         )
     part = ExactBatchSampler(batches, world_size, rank, limit, agree)

@@ -266,6 +266,7 @@ class _StreamedIterator(Iterator[Any]):
         self._draws = sampler.draws
         self._fetches_here = sampler.fetches_here
         self._position = 0
+        self._has_ended = False
         self._streams.begin_pass()
         # Position 0: some samplers draw all at once here, and an iterable loader's dataset is iterated right after.
         self._items: Iterator[Any] = self._staged(lambda: iter(sampler.forwards_to))
@@ -275,7 +276,9 @@ class _StreamedIterator(Iterator[Any]):
         try:
             return self._staged(lambda: next(self._items))
         except StopIteration:
-            self._streams.end_pass()
+            if not self._has_ended:  # a loader with workers asks again
+                self._has_ended = True
+                self._streams.end_pass()
             raise
 
     def _staged(self, draw: Callable[[], Any]) -> Any:

@@ -260,7 +260,7 @@ def find_images(settings: DictConfig) -> ImageSplits | None:
     is_here = data.path is not None and Path(data.path).expanduser().is_dir()
     if settings.dry_run and data.name == "imagefolder" and is_stated and not is_here:
         return None
-    return load_images(
+    splits = load_images(
         data.name,
         data.path,
         augment=data.augment,
@@ -270,6 +270,15 @@ def find_images(settings: DictConfig) -> ImageSplits | None:
         image_size=data.image_size,
         num_classes=data.num_classes,
     )
+    if data.num_train_images not in (None, len(splits.train)):
+        raise ValueError(
+            explain(
+                f"data.num_train_images={data.num_train_images} training images",
+                str(len(splits.train)),
+                "Correct data.path, or set data.num_train_images=null",
+            )
+        )
+    return splits
 
 
 def make_plan(settings: DictConfig, sizes: Sizes) -> tuple[Plan, int]:

@@ -79,7 +79,7 @@ class Noisy(pl.LightningModule):
 
     test_step = validation_step
 
-    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+    def predict_step(self, batch: torch.Tensor, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
         return batch[:, 0].floor()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -176,7 +176,7 @@ def test_a_seed_that_is_given_repeats() -> None:
 
 
 @ranks(1, 2, init=False)
-def test_the_environment_is_left_alone(monkeypatch: Any = None) -> None:
+def test_the_environment_is_left_alone() -> None:
     pl.seed_everything(11, workers=True, verbose=False)
     before = {name: os.environ.get(name) for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
     _fit(_loader(1), _loader(shuffle=False), callback=PerRankSeed(5))
@@ -324,19 +324,24 @@ def test_leaves_and_cycles_of_a_combined_loader_draw_on_their_own() -> None:
     assert first != second
 
 
-@ranks(2, init=False)
-def test_evaluation_and_prediction_of_a_random_order_cover_it() -> None:
-    import torch.distributed as dist
-
-    run = trainer(callbacks=[PerRankSeed(1)])
+def _evaluated(callback: bool) -> list[list[int]]:
+    """Indices that this rank saw in a test and in predictions from two loaders, after a fit in the same process."""
     module = Noisy()
+    callbacks: list[Callback] = [RanksDiffer(), *([PerRankSeed(1)] if callback else [])]
+    run = trainer(callbacks=callbacks, use_distributed_sampler=True)
     run.fit(module, _loader())
-    kept: list[Any] = [None, None]
-    for sampler in (Shuffles("numpy"), SubsetRandomSampler(range(LENGTH))):
-        loaders = [_loader(shuffle=None, sampler=sampler) for _ in range(2)]
-        for batches in run.predict(module, loaders):
-            dist.all_gather_object(kept, torch.cat(batches).int().tolist())
-            assert sorted(kept[0] + kept[1]) == list(range(LENGTH))
+    run.test(module, _loader(shuffle=None, sampler=Shuffles("numpy")), verbose=False)
+    tested = [int(number) for step in module.evaluated for number in step[3::4]]
+    predicted = run.predict(module, [_loader(shuffle=None, sampler=SAMPLERS[kind]()) for kind in ("random", "subset")])
+    return [tested, *(torch.cat(batches).int().tolist() for batches in predicted)]
+
+
+def test_shards_of_an_evaluation_in_random_order_cover_it() -> None:
+    first, second = run_ranks(_evaluated, 2, init=False, callback=True)
+    for shards in zip(first, second, strict=True):
+        assert sorted(shards[0] + shards[1]) == list(range(LENGTH))
+    first, second = run_ranks(_evaluated, 2, init=False, callback=False)
+    assert any(len({*shards[0], *shards[1]}) < LENGTH for shards in zip(first, second, strict=True))
 
 
 # -------------------------------------------------------------------------------------- nothing else shifts a stream
@@ -370,7 +375,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"val": False},
     {"val": True},
     {"val": True, "val_check_interval": 1},
-    {"val": True, "limit_val_batches": 1, "check_val_every_n_epoch": 2},
+    {"val": True, "limit_val_batches": 1},
     {"intrudes": True},
 ]
 
@@ -527,8 +532,9 @@ def test_a_test_draws_the_same_after_a_fit_and_by_itself() -> None:
 
 def test_one_process_needs_no_particular_strategy() -> None:
     runs = []
-    for val in (None, _loader(shuffle=False)):
-        module = _fit(_loader(1), val, PerRankSeed(3), strategy="auto", devices=1)
+    for limit_val_batches in (0, 1.0):
+        settings: dict[str, Any] = {"strategy": "auto", "devices": 1, "limit_val_batches": limit_val_batches}
+        module = _fit(_loader(1), _loader(shuffle=False), PerRankSeed(3), **settings)
         assert sorted(module.order[0]) == list(range(LENGTH))
         runs.append((module.steps, module.augmentation, module.order, module.layer.weight.tolist()))
     assert runs[0] == runs[1]

@@ -38,7 +38,7 @@ from transformer import (
     token_nats,
 )
 
-from ddp_plugin.callbacks.exact_evaluation import ExactEvaluation
+from ddp_plugin import ExactEvaluation
 from tests.harness import ranks, run_ranks, trainer
 from tests.twins import llm_twin
 

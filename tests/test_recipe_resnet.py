@@ -607,9 +607,10 @@ def test_dry_runs_print_the_plan_and_start_nothing(tmp_path, monkeypatch, capsys
     [
         (["data.name=cifar10", "data.path=nowhere"], "data.path to be a folder"),
         (["data.num_classes=11"], "data.num_classes=11"),
+        (["data.num_train_images=1258"], "Got 1257"),
         (["trainer.batch_size=1000"], "at least 1000 training images"),
         (["trainer.batch_size=1"], "more than 1 value per channel"),
-        (["optimizer.warmup_epochs=10.0"], "a warm-up shorter than the run"),
+        (["optimizer.warmup_epochs=12.0"], "a warm-up shorter than the run"),
         (["model.name=resnet99"], "Got 'resnet99'"),
         (["model.depth=3"], "model.depth"),
         (["resume=true"], "resume= to name a checkpoint"),

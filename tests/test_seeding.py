@@ -265,7 +265,7 @@ def test_workers_differ_and_repeat() -> None:
     later = _items(SeedWorker(streams.worker_key), 2)
     assert first == again
     assert len({*first, *later}) == 8
-    assert [item[0] for item in _items(SeedWorker(streams.worker_key, _mark), 1)][0] == random.Random(0).random()
+    assert _items(SeedWorker(streams.worker_key, _mark), 1)[0][0] == random.Random(0).random()
 
 
 def test_a_spawned_worker_gets_the_key_that_holds_when_it_starts() -> None:

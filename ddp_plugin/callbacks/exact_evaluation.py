@@ -252,9 +252,9 @@ class ExactEvaluation(pl.Callback):
         self._release()
         if any(same for _, same in reports):
             rank_zero_warn(
-                f"ExactEvaluation: several ranks' {stage} loaders began with the same batch. A loader that is iterable, or "
-                "that use_distributed_sampler=False keeps as it is, is evaluated as each rank delivers it, so these "
-                "samples counted once for each rank; let each rank deliver its own part."
+                f"ExactEvaluation: several ranks' {stage} loaders began with the same batch. Loaders that are iterable, "
+                "or that use_distributed_sampler=False keeps as they are, are evaluated as each rank delivers them, so "
+                "these samples counted once for each rank; let each rank deliver its own part."
             )
         for record in self.records:
             line = "ExactEvaluation: " + record.describe(trainer.world_size)
@@ -371,7 +371,7 @@ def _audit(stage: str, index: int, part: ExactBatchSampler, tallies: list[list[i
             explain(
                 f"{part.num_samples_planned} samples in {part.share.num_batches} batches from {stage} loader {index}",
                 f"{num_samples} samples in {num_batches} batches",
-                "Something ended the evaluation early or read the loader on its own; its metrics are not reported as exact",
+                "Something ended the evaluation early or read the loader on its own, so its metrics are not exact",
             )
         )
     drop_last, batch_size = getattr(part, "drop_last", False), getattr(part, "batch_size", None)

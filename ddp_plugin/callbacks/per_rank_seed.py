@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -206,6 +207,9 @@ class PerRankSeed(pl.Callback):
             user_init = loader.worker_init_fn
             then = user_init.then if isinstance(user_init, SeedWorker) else user_init  # a loader that was here before
             changes["worker_init_fn"] = SeedWorker(streams.worker_key, then)
+            if loader.generator is None:
+                # A loader with workers draws a seed for each iterator, from the global generator unless it has one.
+                changes["generator"] = torch.Generator().manual_seed(streams.order_seed(0))
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         sampler = getattr(loader, name)
         if isinstance(sampler, StreamedSampler):

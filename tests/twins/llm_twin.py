@@ -70,7 +70,7 @@ def train(
                 loss = F.cross_entropy(ddp(inputs).flatten(0, 1), targets.flatten(), reduction="sum") / targets.numel()
                 (loss / accumulate).backward()
             losses.append(loss.item())
-        torch.nn.utils.clip_grad_norm_(network.parameters(), clip_norm)
+        torch.nn.utils.clip_grad_norm_(matrices + vectors, clip_norm)  # in this order Lightning sums the squares
         optimizer.step()
         optimizer.zero_grad()
     return losses
