@@ -57,8 +57,14 @@ def local_moments(x: Tensor) -> Tensor:
     if x.numel() == 0:
         return torch.zeros(2 * num_channels + 1, dtype=dtype, device=x.device)
     count = x.numel() // num_channels
-    variance, mean = torch.var_mean(x.to(dtype), dim=_reduced_dims(x), correction=0)
-    return torch.cat([mean, variance * count, mean.new_full((1,), count)])
+    x, dims = x.to(dtype), _reduced_dims(x)
+    # Two passes with the first mean's rounding corrected in the second: as stable as torch.var_mean, and several times
+    # faster than it over non-adjacent dimensions on the CPU.
+    rough_mean = x.mean(dims)
+    centred = x - _over_channels(rough_mean, x.dim())
+    rest = centred.mean(dims)
+    deviations = (centred.square_().sum(dims) - count * rest.square()).clamp_(min=0)
+    return torch.cat([rough_mean + rest, deviations, rest.new_full((1,), count)])
 
 
 def combine_moments(moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,8 +111,8 @@ def batch_norm_input_gradient(
     scale = inverse_std if weight is None else inverse_std * weight.to(inverse_std.dtype)
     slope = mean_grad_centred * inverse_std.square()
     ndim = grad_output.dim()
-    gradient = torch.addcmul(grad_output - _over_channels(mean_grad, ndim), centred, _over_channels(-slope, ndim))
-    return gradient.mul_(_over_channels(scale, ndim))
+    gradient = grad_output - _over_channels(mean_grad, ndim)
+    return gradient.addcmul_(centred, _over_channels(-slope, ndim)).mul_(_over_channels(scale, ndim))
 
 
 def _statistics_dtype(x: Tensor) -> torch.dtype:
@@ -152,11 +158,9 @@ class _BatchNormOverRanks(torch.autograd.Function):
         inverse_std = (variance + eps).rsqrt()
         centred = x.to(mean.dtype) - _over_channels(mean, x.dim())
         scale = inverse_std if weight is None else inverse_std * weight.to(mean.dtype)
-        if bias is None:
-            output = centred.mul_(_over_channels(scale, x.dim()))
-        else:
-            shift = _over_channels(bias.to(mean.dtype), x.dim())
-            output = torch.addcmul(shift, centred, _over_channels(scale, x.dim()))
+        output = centred.mul_(_over_channels(scale, x.dim()))
+        if bias is not None:
+            output.add_(_over_channels(bias.to(mean.dtype), x.dim()))
         ctx.save_for_backward(x, weight, mean, inverse_std, count)
         ctx.group = group
         ctx.mark_non_differentiable(mean, variance, count)

@@ -78,7 +78,7 @@ class _SharesEpoch(Forwarder):
 
     def __init__(self, dataset: Any) -> None:
         super().__init__(dataset)
-        self.shared = torch.tensor(-1).share_memory_()  # type: ignore[no-untyped-call]  # int64 (), the same memory in all workers
+        self.shared = torch.tensor(-1, device="cpu").share_memory_()  # type: ignore[no-untyped-call]  # int64 (), the same memory in all workers
         self.known = -1
 
     def __len__(self) -> int:

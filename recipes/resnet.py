@@ -9,37 +9,31 @@ Read :func:`main` first. All settings are in ``conf/resnet.yaml``.
 
 import math
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
+from classifier import ImageClassifier, ImageLoaders, Sizes, describe_model, make_network
 from images import ImageSplits, load_images
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
-from optimizer import make_sgd
 from plan import Plan, activation_bytes, count_parameters, memory_bytes, num_processes, resolve_precision
-from residual import ResNet, resnet, training_flops
+from residual import training_flops
 from settings import SettingsError, load_settings
 from throughput import Throughput
-from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
-from torchmetrics import Metric, SumMetric
-from torchmetrics.classification import MulticlassAccuracy
 
-from ddp_plugin import CustomDDPStrategy
-from ddp_plugin.callbacks.convert_sync_batchnorm import ConvertSyncBatchNorm
-from ddp_plugin.callbacks.exact_evaluation import ExactEvaluation
-from ddp_plugin.callbacks.per_rank_seed import PerRankSeed
-from ddp_plugin.callbacks.sampler_epoch import SamplerEpoch
-from ddp_plugin.callbacks.scale_learning_rate import ScaleLearningRate
+from ddp_plugin import (
+    ConvertSyncBatchNorm,
+    CustomDDPStrategy,
+    ExactEvaluation,
+    PerRankSeed,
+    SamplerEpoch,
+    ScaleLearningRate,
+)
 from ddp_plugin.errors import DDPPluginError, explain
-
-Batch = tuple[Tensor, Tensor]
 
 say = rank_zero_only(print)
 
@@ -48,6 +42,7 @@ def main(argv: list[str]) -> None:
     """Trains, then measures the test images once; with ``dry_run=true`` only says what it would do."""
     settings = load_settings("resnet", argv)
     try:  # all that can be wrong with the settings or the images, before anything is started
+        check_limits(settings)
         splits = find_images(settings)
         sizes = Sizes.stated(settings) if splits is None else Sizes.of(splits)
         plan, flops_per_image = make_plan(settings, sizes)
@@ -82,170 +77,37 @@ def main(argv: list[str]) -> None:
         say("  there is no folder test/, so these are the images of val/")
 
 
-# --------------------------------------------------------------------------------------------------- model and data
+# ---------------------------------------------------------------------------------------------------- before the run
+
+LIMITS: dict[str, tuple[float, float]] = {
+    "data.image_size": (1, math.inf),
+    "data.num_workers": (0, math.inf),
+    "optimizer.learning_rate": (0, math.inf),
+    "optimizer.base_batch_size": (1, math.inf),
+    "optimizer.momentum": (0, 1),
+    "optimizer.weight_decay": (0, math.inf),
+    "optimizer.label_smoothing": (0, 1),
+    "optimizer.warmup_epochs": (0, math.inf),
+    "trainer.batch_size": (1, math.inf),
+    "trainer.accumulate": (1, math.inf),
+    "trainer.max_epochs": (1, math.inf),
+    "trainer.log_every": (1, math.inf),
+    "trainer.threads_per_process": (1, math.inf),
+}
+"""Smallest and largest value of each number in the settings; networks and images check their own."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What network and plan need to know of the images.
-
-    Attributes:
-        num_train: training images.
-        num_classes: number of logits.
-        image_shape: ``(channels, height, width)``.
-    """
-
-    num_train: int
-    num_classes: int
-    image_shape: tuple[int, int, int]
-
-    @classmethod
-    def of(cls, splits: ImageSplits) -> "Sizes":
-        """Returns the sizes of images that are at hand."""
-        return cls(len(splits.train), len(splits.classes), splits.image_shape)
-
-    @classmethod
-    def stated(cls, settings: DictConfig) -> "Sizes":
-        """Returns the sizes of an image folder that the settings state."""
-        data = settings.data
-        return cls(data.num_train_images, data.num_classes, (3, data.image_size, data.image_size))
-
-
-class ImageClassifier(pl.LightningModule):
-    """A residual network with its loss, its optimizer and its measures.
-
-    Args:
-        settings: the recipe's settings.
-        sizes: of the images.
-    """
-
-    def __init__(self, settings: DictConfig, sizes: Sizes) -> None:
-        super().__init__()
-        self.save_hyperparameters({"model": describe_model(settings, sizes)})
-        self.settings = settings
-        self.memory_format = torch.channels_last if settings.model.channels_last else torch.contiguous_format
-        self.network = make_network(settings, sizes)
-        self.network.to(memory_format=self.memory_format)  # type: ignore[call-overload]  # a form its stub lacks
-        self.val_measures, self.test_measures = make_measures(sizes.num_classes), make_measures(sizes.num_classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Returns logits ``(N, num_classes)`` of images ``(N, C, H, W)``."""
-        logits: Tensor = self.network(images.to(memory_format=self.memory_format))
-        return logits
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Returns the cross entropy with smoothed labels (Szegedy et al. 2016, section 7), the batch's mean."""
-        images, labels = batch
-        loss = F.cross_entropy(self(images), labels, label_smoothing=self.settings.optimizer.label_smoothing)
-        self.log("train/loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Measures a batch of validation images."""
-        self._measure("val", self.val_measures, batch)
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Measures a batch of test images."""
-        self._measure("test", self.test_measures, batch)
-
-    def _measure(self, stage: str, measures: nn.ModuleDict, batch: Batch) -> None:
-        images, labels = batch
-        logits = self(images)
-        self.log(f"{stage}/loss", F.cross_entropy(logits, labels), batch_size=len(labels), sync_dist=True)
-        cast(Metric, measures["num_correct"]).update((logits.argmax(dim=1) == labels).sum())
-        cast(Metric, measures["num_images"]).update(len(labels))
-        for name in ("top1", "top5"):
-            cast(Metric, measures[name]).update(logits, labels)
-        for name, measure in measures.items():
-            self.log(f"{stage}/{name}", cast(Metric, measure), on_epoch=True, prog_bar=name == "top1")
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """SGD with momentum, at the learning rate of the base batch; weight decay spares norms and biases."""
-        chosen = self.settings.optimizer
-        return make_sgd(self.network, chosen.learning_rate, chosen.weight_decay, chosen.momentum, chosen.nesterov)
-
-
-def make_network(settings: DictConfig, sizes: Sizes) -> ResNet:
-    """Returns the network that the settings name, on torch's default device.
+def check_limits(settings: DictConfig) -> None:
+    """Refuses numbers that would only be refused in the middle of the start.
 
     Raises:
-        ValueError: there is no such network.
+        ValueError: a number outside its limits.
     """
-    chosen = settings.model
-    return resnet(
-        chosen.name,
-        num_classes=sizes.num_classes,
-        in_channels=sizes.image_shape[0],
-        stem=chosen.stem,
-        width=chosen.width,
-        zero_init_residual=chosen.zero_init_residual,
-    )
-
-
-def describe_model(settings: DictConfig, sizes: Sizes) -> dict[str, Any]:
-    """Returns what must be equal in a run and in the checkpoint it continues."""
-    chosen = OmegaConf.to_container(settings.model)
-    assert isinstance(chosen, dict)
-    return {
-        **{key: chosen[key] for key in ("name", "stem", "width")},
-        "num_classes": sizes.num_classes,
-        "in_channels": sizes.image_shape[0],
-    }
-
-
-def make_measures(num_classes: int) -> nn.ModuleDict:
-    """Returns what evaluation counts; all of it in sums, which hold over any number of processes."""
-    return nn.ModuleDict(
-        {
-            "top1": MulticlassAccuracy(num_classes, top_k=1, average="micro", validate_args=False),
-            "top5": MulticlassAccuracy(num_classes, top_k=min(5, num_classes), average="micro", validate_args=False),
-            "num_correct": SumMetric(),
-            "num_images": SumMetric(),
-        }
-    )
-
-
-class ImageLoaders(pl.LightningDataModule):
-    """The loaders of the three datasets.
-
-    Training leaves out each process's last batch of an epoch where it is short, so that all steps weigh alike and
-    BatchNorm never sees a single image. Evaluation leaves out nothing.
-
-    Args:
-        settings: the recipe's settings.
-        splits: the images.
-    """
-
-    def __init__(self, settings: DictConfig, splits: ImageSplits) -> None:
-        super().__init__()
-        self.settings = settings
-        self.splits = splits
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        """Returns the training images, in a new order each epoch."""
-        return self._loader(self.splits.train, shuffle=True, drop_last=True)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        """Returns the validation images, in their order."""
-        return self._loader(self.splits.val)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        """Returns the test images, in their order."""
-        return self._loader(self.splits.test)
-
-    def _loader(self, images: Any, **options: Any) -> DataLoader[Any]:
-        num_workers = self.settings.data.num_workers
-        return DataLoader(
-            images,
-            self.settings.trainer.batch_size,
-            num_workers=num_workers,
-            persistent_workers=num_workers > 0,
-            pin_memory=self.settings.trainer.accelerator != "cpu" and torch.cuda.is_available(),
-            **options,
-        )
-
-
-# ---------------------------------------------------------------------------------------------- trainer and the rest
+    for key, (lowest, highest) in LIMITS.items():
+        value = OmegaConf.select(settings, key)
+        if not lowest <= value <= highest:
+            limits = f"at least {lowest}" if highest == math.inf else f"between {lowest} and {highest}"
+            raise ValueError(explain(f"{key} to be {limits}", str(value), "Correct the value"))
 
 
 def find_images(settings: DictConfig) -> ImageSplits | None:
@@ -297,14 +159,8 @@ def make_plan(settings: DictConfig, sizes: Sizes) -> tuple[Plan, int]:
     num_steps = per_epoch * chosen.max_epochs
     if chosen.max_steps >= 0:
         num_steps = min(num_steps, chosen.max_steps)
-    if num_steps < 1 or optimizer.warmup_epochs < 0:
-        raise ValueError(
-            explain(
-                "trainer.max_epochs and trainer.max_steps of at least 1, and optimizer.warmup_epochs of at least 0",
-                f"{chosen.max_epochs}, {chosen.max_steps} and {optimizer.warmup_epochs}",
-                "Raise them",
-            )
-        )
+    if num_steps < 1:
+        raise ValueError(explain("trainer.max_steps to be at least 1, or -1", str(chosen.max_steps), "Raise it"))
     num_warmup_steps = round(optimizer.warmup_epochs * per_epoch)
     if num_warmup_steps >= num_steps:
         raise ValueError(
@@ -348,16 +204,8 @@ def steps_per_epoch(num_images: int, num_ranks: int, batch_size: int, num_accumu
     """Counts optimizer steps: each rank takes an equal share, rounded up, in full batches only.
 
     Raises:
-        ValueError: there is not a single full batch, or a count is below 1.
+        ValueError: there is not a single full batch.
     """
-    if min(batch_size, num_accumulated) < 1:
-        raise ValueError(
-            explain(
-                "trainer.batch_size and trainer.accumulate of at least 1",
-                f"{batch_size}, {num_accumulated}",
-                "Raise them",
-            )
-        )
     num_batches = math.ceil(num_images / num_ranks) // batch_size
     if num_batches == 0:
         raise ValueError(
@@ -374,6 +222,9 @@ def computes_in(precision: str) -> torch.dtype:
     """Returns the type of the activations in a resolved precision."""
     bits = precision.partition("-")[0]
     return {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32, "64": torch.float64}[bits]
+
+
+# ------------------------------------------------------------------------------------------------------- the run itself
 
 
 def make_schedule(settings: DictConfig, plan: Plan) -> ScaleLearningRate:
@@ -440,8 +291,7 @@ def make_trainer(
         logger=CSVLogger(settings.output_dir, name="logs"),
         enable_progress_bar=chosen.progress_bar,
         enable_model_summary=False,
-        benchmark=chosen.accelerator
-        != "cpu",  # all batches have one shape, so cuDNN may search for its fastest kernels
+        benchmark=chosen.accelerator != "cpu",  # batches have one shape: let cuDNN search for its fastest kernels
     )
 
 

@@ -538,6 +538,22 @@ def test_a_factory_replaces_and_the_original_comes_back_with_new_statistics():
     assert type(inner[0]) is nn.BatchNorm2d
 
 
+class NestedBatchNorm(nn.BatchNorm2d):
+    def __init__(self, num_features):
+        super().__init__(num_features)
+        self.inner = nn.BatchNorm2d(num_features)
+
+
+def test_what_a_factory_handles_is_handled_as_a_whole():
+    net = nn.Sequential(NestedBatchNorm(4), nn.BatchNorm2d(4))
+    inner = net[0].inner
+    result = convert_batchnorm(net, factories={NestedBatchNorm: lambda module: module})
+    assert list(result.converted) == ["0", "1"]
+    assert type(inner) is nn.BatchNorm2d
+    result.revert()
+    assert list(convert_batchnorm(net).converted) == ["0.inner", "1"]  # without a factory it is a layer like any other
+
+
 def test_factories_that_would_break_checkpoints_are_refused():
     net = nn.Sequential(nn.BatchNorm2d(4), ActivatedBatchNorm(4))
     with pytest.raises(ValueError, match=r"names and shapes of the state_dict.*layer '1'"):

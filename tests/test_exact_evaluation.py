@@ -277,7 +277,9 @@ def _loader(kind: str) -> DataLoader[Any]:
         "weighted": lambda: DataLoader(
             data, batch_size=3, sampler=WeightedRandomSampler(torch.arange(1.0, 12.0), 17, generator=generator)
         ),
-        "subset": lambda: DataLoader(data, batch_size=2, sampler=SubsetRandomSampler([1, 4, 9, 3, 8], generator=generator)),
+        "subset": lambda: DataLoader(
+            data, batch_size=2, sampler=SubsetRandomSampler([1, 4, 9, 3, 8], generator=generator)
+        ),
         "subset dataset": lambda: DataLoader(Subset(data, [7, 2, 5]), batch_size=2),
         "backwards": lambda: DataLoader(data, batch_size=4, sampler=Backwards(11)),
         "custom batch sampler": lambda: DataLoader(data, batch_sampler=EveryThird(11, flavour="x")),

@@ -22,7 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ddp_plugin import PerRankSeed, SamplerEpoch
+from ddp_plugin import ExactEvaluation, PerRankSeed, SamplerEpoch
 from tests.harness import ranks, run_ranks, trainer
 
 LENGTH = 8
@@ -56,6 +56,7 @@ class Noisy(pl.LightningModule):
         self.order: dict[int, list[int]] = {}
         self.augmentation: list[tuple[float, ...]] = []
         self.steps: list[tuple[float, ...]] = []
+        self.transfers: list[float] = []
         self.evaluated: list[tuple[float, ...]] = []
 
     def configure_model(self) -> None:
@@ -69,6 +70,7 @@ class Noisy(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         items = batch if isinstance(batch, torch.Tensor) else torch.cat([leaf for leaf in batch if leaf is not None])
         self.steps.append(_draw())
+        self.transfers.append(items[0, 0].item() % 1)
         self.augmentation.extend(tuple(item[1:].tolist()) for item in items)
         # The transfer added a number in [0, 1) to the index.
         self.order.setdefault(self.current_epoch, []).extend(items[:, 0].floor().long().tolist())
@@ -99,10 +101,11 @@ def _fit(
     others: tuple[Callback, ...] = (),
     ckpt_path: str | None = None,
     asks_for_steps: bool = False,
+    tells_epoch: bool = True,
     **settings: Any,
 ) -> Noisy:
     module = Noisy(asks_for_steps)
-    callbacks = [*others, SamplerEpoch(), *([callback] if callback is not None else [])]
+    callbacks = [*others, *([SamplerEpoch()] if tells_epoch else []), *([callback] if callback is not None else [])]
     trainer(**({"max_epochs": 2, "callbacks": callbacks} | settings)).fit(module, loader, val, ckpt_path=ckpt_path)
     return module
 
@@ -398,9 +401,36 @@ def test_validation_changes_nothing_in_training(num_workers: int, data: str) -> 
     assert run_ranks(_weights_with_sanity_check, 2, init=False, **settings) == [first, first]
 
 
+@ranks(2, init=False)
+def test_a_sanity_check_does_not_change_what_validation_draws() -> None:
+    runs = []
+    for num_sanity_val_steps in (0, 2):
+        val = _loader(1, shuffle=None, sampler=SubsetRandomSampler(range(LENGTH)))
+        module = _fit(_loader(), val, PerRankSeed(1), num_sanity_val_steps=num_sanity_val_steps)
+        runs.append(module.evaluated)
+    assert len(runs[0]) == 4
+    assert runs[0] == runs[1][2:]
+    assert runs[0][0] != runs[0][2]  # the next epoch's
+
+
 def test_without_the_callback_validation_changes_training() -> None:
     for weights in run_ranks(_weights, 2, init=False, num_workers=0, callback=False, data="map", variants=VARIANTS):
         assert all(other != weights[0] for other in weights[1:])
+
+
+def _beside_exact_evaluation(seed_first: bool) -> tuple[Any, list[int]]:
+    callbacks = [ExactEvaluation(), PerRankSeed(1)]
+    module = Noisy()
+    run = trainer(callbacks=callbacks[::-1] if seed_first else callbacks, num_sanity_val_steps=0)
+    run.fit(module, _loader(), _loader(shuffle=None, sampler=SubsetRandomSampler(range(LENGTH - 1))))
+    return module.layer.weight.tolist(), [int(number) for step in module.evaluated for number in step[3::4]]
+
+
+def test_it_goes_with_exact_evaluation_in_either_order() -> None:
+    (first, second), swapped = (run_ranks(_beside_exact_evaluation, 2, init=False, seed_first=x) for x in (False, True))
+    for shards in ((first[1], second[1]), (swapped[0][1], swapped[1][1])):
+        assert sorted(shards[0] + shards[1]) == list(range(LENGTH - 1))
+    assert first[0] == second[0] == swapped[0][0] == swapped[1][0]
 
 
 def _stepwise(batch_hook: bool) -> list[tuple[float, ...]]:
@@ -424,7 +454,13 @@ def test_steps_that_fetch_for_themselves_differ_too() -> None:
 
 
 def _resume(
-    folder: str, data: str, num_workers: int, callback: bool, seeded: bool = True, asks_for_steps: bool = False
+    folder: str,
+    data: str,
+    num_workers: int,
+    callback: bool,
+    seeded: bool = True,
+    asks_for_steps: bool = False,
+    tells_epoch: bool = True,
 ) -> tuple[Any, Any, Any]:
     def run(ckpt_path: str | None) -> Noisy:
         if seeded:
@@ -444,6 +480,7 @@ def _resume(
             others=(checkpoint,),
             ckpt_path=ckpt_path,
             asks_for_steps=asks_for_steps,
+            tells_epoch=tells_epoch,
             enable_checkpointing=True,
             max_epochs=3,
         )
@@ -470,6 +507,12 @@ def test_so_it_does_when_lightning_built_the_loaders_early(tmp_path: Path, num_w
         assert whole == resumed
 
 
+def test_so_it_does_then_without_another_callbacks_help(tmp_path: Path) -> None:
+    settings = {"folder": str(tmp_path), "num_workers": 1, "callback": True, "asks_for_steps": True}
+    for whole, resumed, _ in run_ranks(_resume, 2, init=False, data="numpy sampler", tells_epoch=False, **settings):
+        assert whole == resumed
+
+
 def test_and_with_a_seed_that_was_drawn(tmp_path: Path) -> None:
     settings = {"folder": str(tmp_path), "data": "map", "num_workers": 0, "callback": True, "seeded": False}
     for whole, resumed, _ in run_ranks(_resume, 2, init=False, **settings):
@@ -482,6 +525,31 @@ def test_without_the_callback_it_does_not(tmp_path: Path, num_workers: int) -> N
     for whole, resumed, same_order in run_ranks(_resume, 2, init=False, **settings):
         assert same_order  # which is SamplerEpoch's
         assert whole != resumed
+
+
+def _resume_inside_an_epoch(folder: str) -> None:
+    runs = []
+    for ckpt_path in (None, str(Path(folder, "step=1.ckpt"))):
+        checkpoint = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+        loader = DataLoader(SameEverywhere(), num_workers=1)
+        run = _fit(
+            loader, callback=PerRankSeed(7), others=(checkpoint,), ckpt_path=ckpt_path, enable_checkpointing=True
+        )
+        runs.append((run.steps, run.transfers))
+    (steps, transfers), resumed = runs
+    assert len(steps) == 8
+    assert (steps[1:], transfers[1:]) == resumed
+
+
+class SameEverywhere(Augmented):
+    """Which sample comes is not this callback's: all are zero, so that only what is drawn shows."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.zeros(4, dtype=torch.float64)
+
+
+def test_a_run_that_is_resumed_inside_an_epoch_draws_what_is_left(tmp_path: Path) -> None:
+    run_ranks(_resume_inside_an_epoch, 2, init=False, folder=str(tmp_path))
 
 
 @ranks(1, init=False)

@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from classifier import ImageClassifier, Sizes
 from images import Images, load_images, shift_and_flip, stratified_split
 from residual import BasicBlock, Bottleneck, resnet, training_flops
-from resnet import ImageClassifier, Sizes, main, steps_per_epoch
+from resnet import main, steps_per_epoch
 from settings import SettingsError, load_settings
 from torch import nn
 from torch.nn import functional as F
@@ -517,7 +518,11 @@ def test_the_plan_is_what_happens(whole_run):
     assert f"length              {num_steps} steps" in output
     assert "learning rate       0.1 at its peak, after 21 steps of warm-up" in output
     assert "Effective batch: 32 per process x 2 processes x 1 accumulation = 64; learning rates x 2 (linear" in output
+    assert "ConvertSyncBatchNorm: 20 BatchNorm layers use the statistics of all processes" in output
     assert "images/s" in output
+    best = torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)
+    accuracies = logged(folder, "val/top1")
+    assert best["epoch"] == accuracies.index(max(accuracies))
 
 
 def test_a_run_that_was_killed_ends_with_the_same_weights(whole_run, tmp_path):
@@ -610,13 +615,17 @@ def test_dry_runs_print_the_plan_and_start_nothing(tmp_path, monkeypatch, capsys
         (["data.num_train_images=1258"], "Got 1257"),
         (["trainer.batch_size=1000"], "at least 1000 training images"),
         (["trainer.batch_size=1"], "more than 1 value per channel"),
-        (["optimizer.warmup_epochs=12.0"], "a warm-up shorter than the run"),
+        (["optimizer.warmup_epochs=20.0"], "a warm-up shorter than the run"),
         (["model.name=resnet99"], "Got 'resnet99'"),
         (["model.depth=3"], "model.depth"),
         (["resume=true"], "resume= to name a checkpoint"),
         (["config=a100_8x", "data.path=nowhere"], "data.path to be a folder"),
         (["strategy.bucket_cap_mb=few"], "strategy.bucket_cap_mb=few"),
         (["optimizer.warmup_from=there"], "warmup_from"),
+        (["optimizer.base_batch_size=0"], "optimizer.base_batch_size to be at least 1"),
+        (["optimizer.label_smoothing=1.5"], "optimizer.label_smoothing to be between 0 and 1"),
+        (["trainer.max_steps=0"], "trainer.max_steps to be at least 1"),
+        (["trainer.peak_flops_per_s=-1.0"], "peak_flops_per_s > 0"),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(tmp_path, monkeypatch, arguments, message):

@@ -252,8 +252,8 @@ class ExactEvaluation(pl.Callback):
         self._release()
         if any(same for _, same in reports):
             rank_zero_warn(
-                f"ExactEvaluation: several ranks' {stage} loaders began with the same batch. Loaders that are iterable, "
-                "or that use_distributed_sampler=False keeps as they are, are evaluated as each rank delivers them, so "
+                f"ExactEvaluation: some ranks' {stage} loaders began with the same batch. Loaders that are iterable, "
+                "or that use_distributed_sampler=False keeps as they are, are evaluated as the ranks deliver them, so "
                 "these samples counted once for each rank; let each rank deliver its own part."
             )
         for record in self.records:

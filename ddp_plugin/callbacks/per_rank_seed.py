@@ -155,6 +155,8 @@ class PerRankSeed(pl.Callback):
         if any(loader.pass_epoch not in (None, epoch) for loader in self._train_loaders):
             _compat.recreate_train_iterator(trainer)
         self._run.enter_shared("train start")
+        if getattr(trainer.fit_loop, "restarted_mid_epoch", False):  # the epoch's start is not announced again
+            self._enter("fetch", trainer.fit_loop.epoch_loop.batch_idx + 1)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keys what is drawn before the first step."""

@@ -75,19 +75,18 @@ def ring_bytes(num_elements: int, element_size_bytes: int, world_size: int) -> i
     return -(-total // world_size)
 
 
-def require_dense_real(bucket: GradBucket, hook_name: str) -> torch.Tensor:
-    """Returns the bucket's flat gradient, or raises if a cast would lose part of it.
+def require_dense(bucket: GradBucket, hook_name: str) -> torch.Tensor:
+    """Returns the bucket's flat gradient, or raises if it cannot be cast; complex ones reach a hook as real views.
 
     Raises:
-        TypeError: the gradient is sparse, complex or not floating point.
+        TypeError: the gradient is sparse.
     """
     gradient = bucket.buffer()
-    if gradient.is_sparse or not gradient.is_floating_point():
-        kind = "a sparse" if gradient.is_sparse else f"a {gradient.dtype}"
+    if gradient.is_sparse:
         raise TypeError(
             explain(
-                f"dense real gradients for comm_hook={hook_name!r}",
-                f"{kind} gradient",
+                f"dense gradients for comm_hook={hook_name!r}",
+                "a sparse gradient",
                 "Use comm_hook='allreduce' or comm_hook=None for this model",
             )
         )

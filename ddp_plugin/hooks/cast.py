@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_plugin._compat import GradBucket
-from ddp_plugin.hooks._record import CommHook, HookFunction, HookState, require_dense_real, ring_bytes
+from ddp_plugin.hooks._record import CommHook, HookFunction, HookState, require_dense, ring_bytes
 
 __all__ = ["bf16", "fp16"]
 
@@ -12,7 +12,7 @@ __all__ = ["bf16", "fp16"]
 def _cast_then_allreduce(
     state: HookState, bucket: GradBucket, dtype: torch.dtype, hook_name: str
 ) -> torch.futures.Future[torch.Tensor]:
-    gradient = require_dense_real(bucket, hook_name)
+    gradient = require_dense(bucket, hook_name)
     # Scaled before the cast: casting first overflows at fp16's 65504 whatever the world size.
     compressed = gradient.mul(1.0 / state.world_size).to(dtype)
     work = dist.all_reduce(compressed, group=state.process_group, async_op=True)
@@ -32,12 +32,13 @@ def _bf16(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Te
     return _cast_then_allreduce(state, bucket, torch.bfloat16, "bf16")
 
 
-def _record(name: str, function: HookFunction, dtype: torch.dtype) -> CommHook:
-    def wire_bytes(num_elements: int, element_size_bytes: int, world_size: int) -> int:
-        return ring_bytes(num_elements, 2, world_size)
+def _wire_bytes(num_elements: int, element_size_bytes: int, world_size: int) -> int:
+    return ring_bytes(num_elements, 2, world_size)
 
+
+def _record(name: str, function: HookFunction, dtype: torch.dtype) -> CommHook:
     # One rounding for the cast and at most one for each partial sum on the way round; eight covers small worlds.
-    return CommHook(name, function, wire_bytes, relative_error=8 * torch.finfo(dtype).eps)
+    return CommHook(name, function, _wire_bytes, relative_error=8 * torch.finfo(dtype).eps)
 
 
 def fp16() -> CommHook:
