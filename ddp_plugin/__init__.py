@@ -12,13 +12,17 @@ if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
         "another class tree; change the import (or import lightning.pytorch first, if you really use both)."
     )
 
-from ddp_plugin.callbacks.convert_sync_batchnorm import ConvertSyncBatchNorm
-from ddp_plugin.callbacks.exact_evaluation import ExactEvaluation
-from ddp_plugin.callbacks.gather_predictions import GatherPredictions
-from ddp_plugin.callbacks.per_rank_seed import PerRankSeed
-from ddp_plugin.callbacks.sampler_epoch import SamplerEpoch
-from ddp_plugin.callbacks.scale_learning_rate import ScaleLearningRate
+from ddp_plugin.callbacks import (
+    ConvertSyncBatchNorm,
+    ExactEvaluation,
+    GatherPredictions,
+    PerRankSeed,
+    SamplerEpoch,
+    ScaleLearningRate,
+    default_callbacks,
+)
 from ddp_plugin.config import NcclOptions, StrategyConfig
+from ddp_plugin.predictions import read_predictions
 from ddp_plugin.strategy import CustomDDPStrategy, register_strategies
 
 __version__ = "0.1.0"
@@ -34,6 +38,8 @@ __all__ = [
     "ScaleLearningRate",
     "StrategyConfig",
     "__version__",
+    "default_callbacks",
+    "read_predictions",
 ]
 
 register_strategies()

@@ -108,7 +108,9 @@ class Throughput(Callback):
         """Starts anew for this fit."""
         self._num_seen, self._clock, self._last = 0, _Clock(), (0, 0, 0.0)
         self._world_size = trainer.world_size
-        self._peak_flops_per_s = self.peak_flops_per_s or measured_peak_flops_per_s(pl_module.device)
+        self._peak_flops_per_s = self.peak_flops_per_s or measured_peak_flops_per_s(
+            pl_module.device, _matmul_dtype(str(trainer.precision))
+        )
         if pl_module.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(pl_module.device)
 
@@ -221,12 +223,14 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def measured_peak_flops_per_s(device: torch.device | str = "cpu", size: int = 512, num_repeats: int = 10) -> float:
-    """Measures what this process reaches in a large fp32 matrix product: the peak where no data sheet tells one.
+def measured_peak_flops_per_s(
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, num_repeats: int = 10
+) -> float:
+    """Measures what this process reaches in a large matrix product: the peak where no data sheet tells one.
 
     Args:
         device: where to multiply.
-        size: side of the square matrices.
+        dtype: of the matrices.
         num_repeats: products; the fastest counts.
 
     Returns:
@@ -236,7 +240,9 @@ def measured_peak_flops_per_s(device: torch.device | str = "cpu", size: int = 51
         None.
     """
     device = torch.device(device)
-    left, right = torch.ones(size, size, device=device), torch.ones(size, size, device=device)
+    size = 4096 if device.type == "cuda" else 512
+    left = torch.ones(size, size, device=device, dtype=dtype)
+    right = torch.ones_like(left)
     fastest_s = float("inf")
     for _ in range(num_repeats):
         _wait_for(device)
@@ -245,6 +251,12 @@ def measured_peak_flops_per_s(device: torch.device | str = "cpu", size: int = 51
         _wait_for(device)
         fastest_s = min(fastest_s, time.perf_counter() - begin)
     return 2.0 * size**3 / fastest_s
+
+
+def _matmul_dtype(precision: str) -> torch.dtype:
+    if "bf16" in precision:
+        return torch.bfloat16
+    return {"16": torch.float16, "64": torch.float64}.get(precision.split("-")[0], torch.float32)
 
 
 def _wait_for(device: torch.device) -> None:

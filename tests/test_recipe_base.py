@@ -247,7 +247,7 @@ def test_throughput_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = _Time()
     monkeypatch.setattr(throughput_module, "time", clock)
     logged: dict[str, float] = {}
-    trainer: Any = SimpleNamespace(world_size=2, global_step=0, max_steps=7, log_every_n_steps=2)
+    trainer: Any = SimpleNamespace(world_size=2, precision="32-true", global_step=0, max_steps=7, log_every_n_steps=2)
     module: Any = SimpleNamespace(
         device=torch.device("cpu"), log=lambda name, value, **_: logged.update({name: float(value)})
     )
@@ -275,6 +275,16 @@ def test_throughput_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "160 tokens/s" in str(report)
 
 
+def test_a_missing_peak_is_measured_in_the_precision_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.dtype] = []
+    monkeypatch.setattr(throughput_module, "measured_peak_flops_per_s", lambda _, dtype: asked.append(dtype) or 1.0)
+    module: Any = SimpleNamespace(device=torch.device("cpu"))
+    for precision in ("32-true", "bf16-mixed", "16-mixed", "64-true"):
+        trainer: Any = SimpleNamespace(world_size=1, precision=precision)
+        Throughput().on_train_start(trainer, module)
+    assert asked == [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
 def test_the_size_of_a_batch() -> None:
     assert num_samples((torch.zeros(3, 2), torch.zeros(3))) == 3
     assert num_samples({"name": "x", "image": [torch.zeros(5)]}) == 5
@@ -282,7 +292,7 @@ def test_the_size_of_a_batch() -> None:
 
 
 def test_measured_peak_and_memory_are_plausible() -> None:
-    peak = measured_peak_flops_per_s(size=128, num_repeats=3)
+    peak = measured_peak_flops_per_s(num_repeats=2)
     assert 1e8 < peak < 1e15
     assert 2**24 < peak_memory_bytes(torch.device("cpu")) < 2**45
 

@@ -8,8 +8,8 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.trainer.states import RunningStage
 
 from ddp_plugin import _compat
+from ddp_plugin.callbacks._sharing import share_or_keep_in_step
 from ddp_plugin.callbacks._shell import DataParallelStrategy, require_strategy
-from ddp_plugin.callbacks.exact_evaluation import share_or_keep_in_step
 from ddp_plugin.errors import EvaluationMismatchError, explain
 from ddp_plugin.gather import gather_objects, gather_objects_to
 from ddp_plugin.loaders import replaced, shared_part

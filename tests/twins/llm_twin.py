@@ -26,6 +26,7 @@ def train(
     batch_size: int,
     accumulate: int,
     num_steps: int,
+    schedule_steps: int,
     learning_rate: float,
     warmup_steps: int,
     final_ratio: float,
@@ -59,7 +60,7 @@ def train(
         if step < warmup_steps:
             ratio = step / warmup_steps
         else:
-            way = (step - warmup_steps) / (num_steps - warmup_steps)
+            way = (step - warmup_steps) / (schedule_steps - warmup_steps)
             ratio = final_ratio + (1 - final_ratio) * (1 + math.cos(math.pi * way)) / 2
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * ratio

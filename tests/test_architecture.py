@@ -1,0 +1,164 @@
+"""The layout tells the truth: reading order is import order, and private names stay in one place."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import ddp_plugin
+from tests.harness import ROOT
+
+PACKAGE = ROOT / "ddp_plugin"
+
+# A module imports only modules above it. docs/tour.md tells the story in the same order.
+STORY = (
+    "errors",
+    "_compat",
+    "config",
+    "process_group",
+    "gather",
+    "hooks._record",
+    "hooks.exact",
+    "hooks.cast",
+    "hooks",
+    "wrap",
+    "sampling",
+    "loaders",
+    "lockstep",
+    "epochs",
+    "seeding",
+    "evaluation",
+    "ghost",
+    "predictions",
+    "batchnorm",
+    "learning_rate",
+    "callbacks._shell",
+    "callbacks._sharing",
+    "callbacks.sampler_epoch",
+    "callbacks.per_rank_seed",
+    "callbacks.exact_evaluation",
+    "callbacks.gather_predictions",
+    "callbacks.convert_sync_batchnorm",
+    "callbacks.scale_learning_rate",
+    "callbacks",
+    "strategy",
+)
+PURE = ("sampling", "evaluation", "learning_rate")  # kernels: neither processes nor Lightning
+PUBLIC = {
+    "ConvertSyncBatchNorm",
+    "CustomDDPStrategy",
+    "ExactEvaluation",
+    "GatherPredictions",
+    "NcclOptions",
+    "PerRankSeed",
+    "SamplerEpoch",
+    "ScaleLearningRate",
+    "StrategyConfig",
+    "__version__",
+    "default_callbacks",
+    "read_predictions",
+}
+
+
+def path_of(module: str) -> Path:
+    base = PACKAGE.joinpath(*module.split("."))
+    return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            if node.module == "ddp_plugin":
+                found |= {f"ddp_plugin.{alias.name}" for alias in node.names}
+    return found
+
+
+def own_class_names() -> set[str]:
+    trees = [ast.parse(path_of(module).read_text()) for module in STORY]
+    return {node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def private_names(source: str) -> list[str]:
+    """Private attributes of other objects, and imports of private names, outside the package's own."""
+    found, own_classes = [], own_class_names()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+            owner = node.value
+            if ast.unparse(owner) not in ("self", "cls", "super()", "type(self)", *own_classes):
+                found.append(ast.unparse(node))
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("ddp_plugin"):
+            parts = node.module.split(".") + [alias.name for alias in node.names]
+            found += [f"{node.module}: {part}" for part in parts if part.startswith("_") and part != "__future__"]
+    return found
+
+
+def test_the_story_names_every_module() -> None:
+    on_disk = {module_of(path) for path in PACKAGE.rglob("*.py")} - {""}
+    assert on_disk == set(STORY)
+
+
+@pytest.mark.parametrize("module", STORY)
+def test_a_module_imports_only_modules_above_it(module: str) -> None:
+    above = {f"ddp_plugin.{name}" for name in STORY[: STORY.index(module)]} | {"ddp_plugin"}
+    ours = {name for name in imports_of(path_of(module)) if name.split(".")[0] == "ddp_plugin"}
+    assert ours <= above, f"{module} imports {sorted(ours - above)}"
+
+
+@pytest.mark.parametrize(
+    "module", [name for name in STORY if not name.startswith(("callbacks", "strategy", "_compat"))]
+)
+def test_what_comes_before_the_callbacks_serves_a_plain_torch_loop(module: str) -> None:
+    assert not {
+        name for name in imports_of(path_of(module)) if name.split(".")[0] in ("lightning", "pytorch_lightning")
+    }
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_a_kernel_knows_no_processes(module: str) -> None:
+    assert not {name for name in imports_of(path_of(module)) if name.startswith("torch.distributed")}
+
+
+@pytest.mark.parametrize("module", [name for name in STORY if name != "_compat"])
+def test_private_names_of_others_are_in_compat_only(module: str) -> None:
+    assert private_names(path_of(module).read_text()) == []
+
+
+def test_that_search_finds_private_names() -> None:
+    assert private_names("trainer._results.reset()") == ["trainer._results"]
+    assert private_names("from lightning.fabric.utilities.data import _update_dataloader")
+    assert private_names("self._own = super()._inherited()") == []
+
+
+def test_the_public_names_are_these_and_documented() -> None:
+    assert set(ddp_plugin.__all__) == PUBLIC
+    for name in PUBLIC - {"__version__"}:
+        assert inspect.getdoc(getattr(ddp_plugin, name)), name
+
+
+def test_every_public_name_that_communicates_says_so() -> None:
+    """Public functions and classes of the modules that use torch.distributed have a Collectives section."""
+    silent, num_checked = [], 0
+    for module in STORY:
+        tree = ast.parse(path_of(module).read_text())
+        uses = {"torch.distributed", "ddp_plugin.gather", "ddp_plugin.process_group"} & imports_of(path_of(module))
+        if module in ("_compat", "errors") or not uses:
+            continue
+        for node in tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                num_checked += 1
+                communicates = re.search(r"dist\.(all_|broadcast|gather|barrier|new_group|reduce)", ast.unparse(node))
+                if communicates and "Collectives:" not in (ast.get_docstring(node) or ""):
+                    silent.append(f"{module}.{node.name}")
+    assert num_checked > 10
+    assert silent == []
