@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Subset
 from torchmetrics import Metric
 from transformer import IGNORED, Transformer, TransformerConfig, generate, token_nats
 
-from ddp_plugin import CustomDDPStrategy, ExactEvaluation, PerRankSeed, SamplerEpoch, ScaleLearningRate
+from ddp_plugin import CustomDDPStrategy, ScaleLearningRate, default_callbacks
 from ddp_plugin.errors import explain
 from ddp_plugin.learning_rate import scale_ratio
 
@@ -301,7 +301,7 @@ def make_trainer(settings: DictConfig, strategy: CustomDDPStrategy, callbacks: l
         num_nodes=chosen.num_nodes,
         precision=resolve_precision(chosen.precision, chosen.accelerator),  # type: ignore[arg-type]
         strategy=strategy,
-        callbacks=[SamplerEpoch(), ExactEvaluation(), PerRankSeed(), *callbacks, save, *bar],
+        callbacks=[*default_callbacks(), *callbacks, save, *bar],
         max_steps=chosen.max_steps,
         max_epochs=-1,
         accumulate_grad_batches=chosen.accumulate,

@@ -38,7 +38,7 @@ from transformer import (
     token_nats,
 )
 
-from ddp_plugin import ExactEvaluation
+from ddp_plugin import default_callbacks
 from tests.harness import ranks, run_ranks, trainer
 from tests.twins import llm_twin
 
@@ -379,7 +379,7 @@ def _validate(arguments: list[str]) -> tuple[float, int]:
     torch.manual_seed(5)
     model = LanguageModel(settings, config, files).double()
     data = TextData(settings, make_plan(settings, config), files)
-    runner: pl.Trainer = trainer(precision="64-true", callbacks=[ExactEvaluation()])
+    runner: pl.Trainer = trainer(precision="64-true", callbacks=default_callbacks())
     (result,) = runner.validate(model, data, verbose=False)
     return result["val_bits_per_byte"], len(data.validation)
 

@@ -552,6 +552,22 @@ def is_loadable(path):
     return True
 
 
+def test_two_processes_with_workers_train_as_one_without(tmp_path):
+    # Into the second epoch, with synchronised BatchNorm, augmentation and the learning rate of the effective batch.
+    weights = []
+    for name, *arguments in (
+        ("one", "trainer.devices=1", "trainer.batch_size=64"),
+        ("two", "trainer.devices=2", "trainer.batch_size=32", "data.num_workers=1"),
+    ):
+        (tmp_path / name).mkdir()
+        run_recipe(tmp_path / name, "trainer.precision=64-true", "trainer.max_steps=22", *arguments)
+        checkpoint = torch.load(tmp_path / name / "checkpoints" / "last.ckpt", weights_only=True)
+        assert checkpoint["global_step"] == 22
+        weights.append(checkpoint["state_dict"])
+    for key, value in weights[0].items():
+        torch.testing.assert_close(weights[1][key], value, rtol=1e-10, atol=1e-10)
+
+
 def test_first_losses_are_those_of_the_plain_torch_twin(tmp_path):
     # Twenty steps reach into the second epoch: order and augmentation of both are compared too. Bit for bit.
     settings = {

@@ -1,0 +1,72 @@
+"""``trainer.validate`` with ``ExactEvaluation`` beside Lightning's own, on the same data and network."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import DataLoader
+
+from ddp_plugin import CustomDDPStrategy, ExactEvaluation
+from tests.benchmarks.models import WORKLOADS, Classifier
+from tests.benchmarks.timing import Row, Times, interleaved, ratio_row
+from tests.harness import trainer
+
+__all__ = ["cases", "rows", "time_evaluation"]
+
+SECTION = "evaluation: trainer.validate, ExactEvaluation / Lightning's DDPStrategy"
+OURS, THEIRS = "ExactEvaluation", "Lightning"
+
+
+def cases(quick: bool) -> list[tuple[str, str, int]]:
+    """Returns ``(name, workload, samples)``; batches are shared out whole, so what matters is how many there are."""
+    found = []
+    for workload in ("tiny MLP", "large MLP"):
+        batch = WORKLOADS[workload].batch_size
+        numbers = {"divides": 32 * batch, "short last batch": 32 * batch - 7, "odd number of batches": 31 * batch}
+        if quick:
+            numbers = {"divides": 4 * batch, "odd number of batches": 3 * batch}
+        else:
+            numbers["few batches"] = 5 * batch
+            numbers["many batches"] = (512 if workload == "tiny MLP" else 64) * batch - batch // 2
+        found += [(f"{workload}, {count} samples ({kind})", workload, count) for kind, count in numbers.items()]
+    return found
+
+
+def time_evaluation(workload: str, num_samples: int, num_rounds: int) -> Times:
+    """Times both on this rank.
+
+    Collectives:
+        Those of the evaluations, and a barrier before each, on all ranks.
+    """
+    data = WORKLOADS[workload].samples(num_samples)
+    module = Classifier(WORKLOADS[workload])
+    seen: dict[str, Any] = {}
+
+    def timed(name: str, make: Callable[[], dict[str, Any]]) -> Callable[[], float]:
+        def run() -> float:
+            evaluate = trainer(**make())
+            loader = DataLoader(data, WORKLOADS[workload].batch_size)
+            dist.barrier()
+            begin = time.perf_counter()
+            seen[name] = evaluate.validate(module, loader, verbose=False)[0]
+            return time.perf_counter() - begin
+
+        return run
+
+    times = interleaved(
+        {
+            OURS: timed(OURS, lambda: {"strategy": CustomDDPStrategy(), "callbacks": [ExactEvaluation()]}),
+            THEIRS: timed(THEIRS, lambda: {"strategy": DDPStrategy()}),
+        },
+        num_rounds,
+    )
+    if seen[OURS].keys() != seen[THEIRS].keys():
+        raise RuntimeError(f"the two evaluations logged different keys: {sorted(seen[OURS])}, {sorted(seen[THEIRS])}")
+    return times
+
+
+def rows(name: str, times: Times) -> list[Row]:
+    """Returns the report of one case."""
+    return [ratio_row(SECTION, name, times, OURS, THEIRS)]

@@ -1,0 +1,54 @@
+"""Everything that is timed, in one pair of processes, and the rows of the report."""
+
+import logging
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.benchmarks import evaluation, seeding, training
+from tests.benchmarks.timing import Row, slowest
+
+__all__ = ["collect", "measure"]
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    """Runs on each rank: everything that is timed, one after another in this one process.
+
+    Collectives:
+        Creation of the group, and those of what is timed, on all ranks.
+    """
+    warnings.simplefilter("ignore")  # Lightning's advice on loaders and loggers, which the benchmark does not want
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    dist.init_process_group("gloo", timeout=timedelta(minutes=30))  # the strategies' own default
+    num_rounds, num_steps = (2, 5) if quick else (11, 40)
+    step_workloads = ("MLP",) if quick else ("MLP", "transformer")
+    return {
+        "evaluation": {
+            name: evaluation.time_evaluation(workload, num_samples, num_rounds)
+            for name, workload, num_samples in evaluation.cases(quick)
+        },
+        "steps": {name: training.time_steps(name, num_steps, num_rounds) for name in step_workloads},
+        "hooks": training.time_hooks("MLP", num_steps, num_rounds),
+        "batchnorm": training.time_batchnorm("convnet", num_steps, num_rounds),
+        "seeding": seeding.time_seeding(200 if quick else 2000, num_rounds),
+    }
+
+
+def collect(by_rank: list[dict[str, Any]]) -> list[Row]:
+    """Turns what the ranks measured into the rows of the report."""
+    first = by_rank[0]
+    rows: list[Row] = []
+    for name in first["evaluation"]:
+        rows += evaluation.rows(name, slowest([rank["evaluation"][name] for rank in by_rank]))
+    steps = [
+        row
+        for name in first["steps"]
+        for row in training.step_rows(name, slowest([rank["steps"][name] for rank in by_rank]))
+    ]
+    rows += sorted(steps, key=lambda row: row.section)
+    rows += training.hook_rows("MLP", slowest([rank["hooks"][0] for rank in by_rank]), first["hooks"][1])
+    rows += training.batchnorm_rows("convnet", slowest([rank["batchnorm"] for rank in by_rank]))
+    return rows + seeding.rows([rank["seeding"] for rank in by_rank])
