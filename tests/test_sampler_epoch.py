@@ -22,6 +22,7 @@ from torch.utils.data import (
 
 from ddp_plugin import SamplerEpoch
 from ddp_plugin.epochs import share_epoch, tell_epoch
+from ddp_plugin.loaders import Forwarder, replaced
 from tests.harness import ranks, run_ranks, trainer
 
 LENGTH = 8
@@ -145,6 +146,13 @@ def test_an_object_met_twice_hears_it_once() -> None:
     loader.batch_sampler.sampler = order  # type: ignore[union-attr]
     tell_epoch(loader, 1)
     assert dataset.heard == order.heard == [1]
+
+
+def test_an_object_behind_a_forwarder_hears_it_once() -> None:
+    batches, dataset = Batches(Order(range(LENGTH))), Numbers()
+    loader = replaced(DataLoader(Forwarder(dataset), batch_sampler=batches), batch_sampler=Forwarder(batches))
+    tell_epoch(loader, 3)
+    assert batches.heard == batches.base_sampler.heard == dataset.heard == [3]
 
 
 class Refuses(Order):

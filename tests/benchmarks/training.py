@@ -43,10 +43,15 @@ def _samples(workload: Workload, num_steps: int) -> TensorDataset:
     return workload.samples((num_steps + NUM_SKIPPED + 1) * workload.batch_size * dist.get_world_size())
 
 
+def _loader(workload: Workload, data: TensorDataset) -> DataLoader[Any]:
+    # Sharded by hand: Lightning's own sampler would shuffle, whatever the loader says.
+    return DataLoader(data, workload.batch_size, sampler=DistributedSampler(data, shuffle=False))
+
+
 def fit(workload: Workload, data: TensorDataset, **settings: Any) -> tuple[float, list[Tensor]]:
     """Trains one epoch by a Trainer; returns the seconds of a step and the losses."""
     module = Classifier(workload)
-    trainer(**settings).fit(module, DataLoader(data, workload.batch_size))
+    trainer(**settings).fit(module, _loader(workload, data))
     return _seconds_per_step(module.started_s), module.losses
 
 
@@ -59,7 +64,7 @@ def fit_plainly(
     model = DistributedDataParallel(network)
     optimizer = make_optimizer(network)
     started_s, losses = [], []
-    for inputs, labels in DataLoader(data, workload.batch_size, sampler=DistributedSampler(data, shuffle=False)):
+    for inputs, labels in _loader(workload, data):
         started_s.append(time.perf_counter())
         loss = F.cross_entropy(model(inputs), labels)
         losses.append(loss.detach())
