@@ -237,7 +237,7 @@ class LoggedValues:
                 },
             )
             for key, item in self._due()
-            if item.is_tensor and not item.meta.sync.rank_zero_only and _is_per_batch(item.meta.fx)
+            if item.is_tensor and _is_per_batch(item.meta.fx) and _is_for_all_ranks(item.meta.sync)
         }
 
     def resolve(self, key: str, value: float, settings: dict[str, Any], device: Any) -> None:
@@ -281,6 +281,11 @@ class LoggedValues:
 
 # Values are replaced at each update, never changed in place, so references are enough.
 _ITEM_STATE = ("value", "cumulated_batch_size", "_update_count", "_computed", "_forward_cache", "has_reset")
+
+
+def _is_for_all_ranks(sync: Any) -> bool:
+    """Whether a value is one of all ranks; ``rank_zero_only`` and a group of the user's own say that it is not."""
+    return not sync.rank_zero_only and sync.group is None
 
 
 def _is_per_batch(hook: str) -> bool:

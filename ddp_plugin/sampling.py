@@ -91,7 +91,6 @@ class ExactBatchSampler:
 
     Attributes:
         share: this rank's part in the latest iteration.
-        own_batches: the batches of that part, as index lists.
         num_samples_planned: samples that all ranks together evaluate in the latest iteration.
         num_batches_left_out: batches that a limit leaves out, or ``None`` if their number is not known.
     """
@@ -110,7 +109,7 @@ class ExactBatchSampler:
         self._limit = limit
         self._agree = agree
         self.share = BatchShare(0, 0, 0, 0)
-        self.own_batches: list[Any] = []
+        self._known: Any = []
         self.num_samples_planned = 0
         self.num_batches_left_out: int | None = 0
 
@@ -146,22 +145,24 @@ class ExactBatchSampler:
             self.num_samples_planned = known.num_samples_in(share.num_batches)
         else:
             self.num_samples_planned = sum(_num_samples(batch) for batch in known[: share.num_batches])
-        self.own_batches = [known[position] for position in range(share.start, share.stop)]
-        yield from self.own_batches
+        self._known = known
+        for position in range(share.start, share.stop):
+            yield known[position]
         for _ in range(share.num_ghost_steps):
-            yield self.own_batches[-1] if self.own_batches else known[0]
+            yield known[share.stop - 1] if share.start < share.stop else known[0]
 
     def is_ghost(self, step: int) -> bool:
         """Whether a step of the latest iteration has no batch of this rank's own."""
         return step >= self.share.stop - self.share.start
 
+    def indices(self, step: int) -> list[Any]:
+        """The indices of the batch at a step that is not a ghost."""
+        batch = self._known[self.share.start + step]
+        return batch if isinstance(batch, list) else [batch]
+
     def fingerprint(self, step: int) -> int:
         """Fingerprint of the batch at a step that is not a ghost; see :func:`batch_fingerprint`."""
-        return batch_fingerprint(self.share.start + step, _as_sequence(self.own_batches[step]))
-
-    def num_samples(self, step: int) -> int:
-        """Samples in the batch at a step that is not a ghost."""
-        return _num_samples(self.own_batches[step])
+        return batch_fingerprint(self.share.start + step, self.indices(step))
 
 
 @dataclass(frozen=True)
@@ -191,10 +192,6 @@ def _sequential_batches(batches: Iterable[Any]) -> Any:
 
 def _as_list(batch: Any) -> Any:
     return list(batch) if isinstance(batch, (list, tuple)) else batch
-
-
-def _as_sequence(batch: Any) -> Sequence[Any]:
-    return batch if isinstance(batch, list) else [batch]
 
 
 def _num_samples(batch: Any) -> int:

@@ -333,7 +333,7 @@ def find_checkpoint(settings: DictConfig) -> Path | None:
     if not path.is_file():
         raise SettingsError(explain("resume= to name a checkpoint", f"{path}, which is no file", "Correct it"))
     found = torch.load(path, map_location="meta", weights_only=True, mmap=True)
-    model, wanted = found["hyper_parameters"]["model"], OmegaConf.to_container(settings.model)
+    model, wanted = found.get("hyper_parameters", {}).get("model"), OmegaConf.to_container(settings.model)
     if model != wanted:
         raise SettingsError(explain(f"a checkpoint of the model {wanted}", f"{model}", "Give that run's settings"))
     if found["global_step"] >= settings.trainer.max_steps:

@@ -25,14 +25,7 @@ from settings import SettingsError, load_settings
 from throughput import Throughput
 from torch.nn import functional as F
 
-from ddp_plugin import (
-    ConvertSyncBatchNorm,
-    CustomDDPStrategy,
-    ExactEvaluation,
-    PerRankSeed,
-    SamplerEpoch,
-    ScaleLearningRate,
-)
+from ddp_plugin import ConvertSyncBatchNorm, CustomDDPStrategy, ScaleLearningRate, default_callbacks
 from ddp_plugin.errors import DDPPluginError, explain
 
 say = rank_zero_only(print)
@@ -257,9 +250,7 @@ def make_trainer(
     """Returns the Trainer; its log is a CSV file, its checkpoints ``last`` and ``best``, all in ``output_dir``."""
     chosen, folder = settings.trainer, last_checkpoint(settings).parent
     callbacks: list[Callback] = [
-        SamplerEpoch(),
-        ExactEvaluation(),
-        PerRankSeed(),
+        *default_callbacks(),
         *measuring,
         LearningRateMonitor("step"),
         ModelCheckpoint(folder, filename="last", enable_version_counter=False, save_on_train_epoch_end=True),

@@ -338,6 +338,21 @@ def test_the_cache_is_used_and_left_when_something_changes(texts: Path, tmp_path
     assert _files(texts, tmp_path).folder != files.folder
 
 
+def test_another_process_may_build_the_same_files_first(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = TokenFiles(find_corpus(str(texts), ["*.txt"], 0, 0.3), TINY["vocab_size"], tmp_path / "cache")
+
+    def outrun(*arguments: Any) -> Any:
+        files.folder.mkdir()
+        (files.folder / "marker").touch()
+        return train_tokenizer(*arguments)
+
+    monkeypatch.setattr("text.train_tokenizer", outrun)
+    files.build()
+    assert [path.name for path in (tmp_path / "cache").rglob("*")] == [files.folder.name, "marker"]
+
+
 def test_blocks_predict_every_token_once(texts: Path, tmp_path: Path) -> None:
     files = _files(texts, tmp_path)
     tokens = np.fromfile(files.folder / "validation.bin", np.uint16).astype(np.int64)
@@ -386,9 +401,12 @@ def _validate(arguments: list[str]) -> tuple[float, int]:
 
 @ranks(1, 2, 3, init=False)
 def test_bits_per_byte_are_those_of_one_process(texts: Path, tmp_path: Path, world_size: int) -> None:
-    got, num_blocks = _validate(_arguments(texts, tmp_path, "trainer.batch_size=12", "trainer.devices=1"))
-    assert num_blocks % 12  # a short last batch
-    assert world_size == 1 or -(-num_blocks // 12) % world_size  # some ranks get a batch less
+    size = 19  # tokens in a block
+    sizes = (f"model.block_size={size}", "trainer.batch_size=4", "trainer.devices=1")
+    got, num_blocks = _validate(_arguments(texts, tmp_path, *sizes))
+    assert num_blocks % 4  # a short last batch
+    assert world_size == 1 or num_blocks % world_size  # padding would repeat a block
+    assert world_size == 1 or -(-num_blocks // 4) % world_size  # some ranks get a batch less
 
     files = TokenFiles(find_corpus(str(texts), ["*.txt"], 4_000_000, 0.3), TINY["vocab_size"], tmp_path / "cache")
     torch.manual_seed(5)
@@ -396,8 +414,8 @@ def test_bits_per_byte_are_those_of_one_process(texts: Path, tmp_path: Path, wor
     tokens = torch.from_numpy(np.fromfile(files.folder / "validation.bin", np.uint16).astype(np.int64))
     nats = 0.0
     with torch.no_grad():
-        for begin in range(0, len(tokens) - 1, 16):
-            part = tokens[begin : begin + 17]
+        for begin in range(0, len(tokens) - 1, size):
+            part = tokens[begin : begin + size + 1]
             nats -= F.log_softmax(model(part[None, :-1])[0], -1).gather(1, part[1:, None]).sum().item()
     num_bytes = sum(piece.path.stat().st_size for piece in files.corpus.validation)
     assert got == pytest.approx(nats / num_bytes / math.log(2), rel=1e-10)

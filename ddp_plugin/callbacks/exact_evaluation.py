@@ -186,7 +186,7 @@ class ExactEvaluation(pl.Callback):
         read_now = slice(None) if self._side_by_side else slice(dataloader_idx, dataloader_idx + 1)
         for part, tally in zip(self._parts[read_now], self._tallies[read_now], strict=True):
             if isinstance(part, ExactBatchSampler) and not part.is_ghost(batch_idx):
-                tally[0] += part.num_samples(batch_idx)
+                tally[0] += len(part.indices(batch_idx))
                 tally[1] += 1
                 tally[2] = (tally[2] + part.fingerprint(batch_idx)) % 2**64
 

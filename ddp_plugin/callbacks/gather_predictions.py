@@ -119,8 +119,7 @@ class GatherPredictions(pl.Callback):
         part = self._parts[dataloader_idx]
         if part is not None and part.is_ghost(batch_idx):
             return
-        indices = part.own_batches[batch_idx] if isinstance(part, ExactBatchSampler) else []
-        indices = list(indices) if isinstance(indices, list) else [indices]
+        indices = list(part.indices(batch_idx)) if isinstance(part, ExactBatchSampler) else []
         outputs = move_data_to_device(outputs, torch.device("cpu"))
         if self._writer is not None:
             self._writer.add(dataloader_idx, indices, outputs)
