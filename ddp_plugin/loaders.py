@@ -118,8 +118,8 @@ def share_loader(
     loader: DataLoader[Any],
     world_size: int,
     rank: int,
-    limit: Callable[[int | None], int | None] = lambda num_steps: None,
-    agree: Callable[[list[Any]], list[Any]] = lambda batches: batches,
+    limit: Callable[[int | None], int | None],
+    agree: Callable[[list[Any]], list[Any]],
 ) -> DataLoader[Any]:
     """Returns a copy of an evaluation loader that delivers one rank's share of the batches, each batch on one rank.
 

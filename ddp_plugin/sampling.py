@@ -74,6 +74,14 @@ def batch_fingerprint(position: int, indices: Sequence[Any]) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
+def _no_limit(num_steps: int | None) -> int | None:
+    return None
+
+
+def _as_drawn(batches: list[Any]) -> list[Any]:
+    return batches
+
+
 class ExactBatchSampler:
     """Yields this rank's block of the user's own batches, then repeats a batch for its ghost steps.
 
@@ -100,8 +108,8 @@ class ExactBatchSampler:
         batches: Iterable[Any],
         world_size: int,
         rank: int,
-        limit: Callable[[int | None], int | None] = lambda num_steps: None,
-        agree: Callable[[list[Any]], list[Any]] = lambda batches: batches,
+        limit: Callable[[int | None], int | None] = _no_limit,
+        agree: Callable[[list[Any]], list[Any]] = _as_drawn,
     ) -> None:
         self.batches = batches
         self.world_size = world_size
