@@ -34,4 +34,5 @@ def explain(expected: str, got: str, change: str) -> str:
     where = ""
     if dist.is_available() and dist.is_initialized():
         where = f", on rank {dist.get_rank()} of {dist.get_world_size()}"
-    return f"Expected {expected}. Got {got}{where}. {change.rstrip('.')}."
+    end = "" if change.endswith("?") else "."
+    return f"Expected {expected}. Got {got}{where}. {change.rstrip('.')}{end}"

@@ -128,7 +128,8 @@ def no_sync(model: DistributedDataParallel, *, first_backward_done: bool) -> Ite
 
     A static graph is recorded in the first backward of the run, and DDP's recording does not survive ``no_sync``: that
     one backward has to synchronise, also in the middle of an accumulation window. What it reduces is reduced again with
-    the window's last micro-batch, and the mean of equal gradients is that gradient, so the result is unchanged.
+    the window's last micro-batch, and the mean of equal gradients is that gradient, so the result differs from plain
+    accumulation by a rounding at most.
 
     Args:
         model: the wrapped model.

@@ -107,6 +107,7 @@ class Classifier(pl.LightningModule):
     Attributes:
         started_s: clock at the start of each training step.
         losses: of the training steps.
+        num_evaluated: samples in the validation steps of this rank.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -115,6 +116,7 @@ class Classifier(pl.LightningModule):
         self.accuracy = MulticlassAccuracy(NUM_CLASSES)
         self.started_s: list[float] = []
         self.losses: list[Tensor] = []
+        self.num_evaluated = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.started_s.append(time.perf_counter())
@@ -125,6 +127,7 @@ class Classifier(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         inputs, labels = batch
+        self.num_evaluated += len(labels)
         logits = self.network(inputs)
         self.accuracy.update(logits, labels)
         self.log("accuracy", self.accuracy)

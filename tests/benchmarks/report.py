@@ -33,7 +33,7 @@ def machine(world_size: int) -> dict[str, Any]:
 def table(facts: dict[str, Any], rows: list[Row]) -> str:
     """Lays the rows out, a heading for each section."""
     lines = ["  ".join(f"{name}={value}" for name, value in facts.items())]
-    lines.append("ratios: median of paired rounds, smallest and largest beside it; below 1 is less time than the other")
+    lines.append("ratios: median of paired rounds, smallest .. largest, ratio of the fastest rounds, median times")
     width = max(len(row.name) for row in rows) + 2
     previous = None
     for row in rows:
@@ -48,10 +48,12 @@ def _numbers(row: Row) -> str:
     if row.unit == "bytes":
         return f"{row.value:>9,.0f}"
     digits = 3 if row.unit == "ratio" else 1
+    if row.lowest == row.highest and row.subject_s is None:  # counted, not timed
+        return f"{row.value:>9.{digits}f}"
     text = f"{row.value:>9.{digits}f}   {row.lowest:.{digits}f} .. {row.highest:.{digits}f}"
-    if row.subject_s is None or row.baseline_s is None:
+    if row.of_fastest is None or row.subject_s is None or row.baseline_s is None:
         return text
-    return f"{text:<32}{row.subject_s * 1e3:>9.2f} ms / {row.baseline_s * 1e3:.2f} ms"
+    return f"{text:<30}fastest {row.of_fastest:.3f}{row.subject_s * 1e3:>11.2f} ms / {row.baseline_s * 1e3:.2f} ms"
 
 
 def write_json(path: Path, facts: dict[str, Any], rows: list[Row]) -> None:

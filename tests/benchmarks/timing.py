@@ -1,7 +1,7 @@
 """Paired rounds: what is compared is timed in turn, so that a machine that slows down slows all of it down.
 
-A ratio is taken within a round and the median over the rounds, with the smallest and the largest beside it. The order
-inside a round is turned around from round to round.
+A ratio is taken within a round and the median over the rounds, with the smallest and the largest beside it, and the
+ratio of the fastest rounds. The order inside a round is turned around from round to round.
 """
 
 import gc
@@ -28,6 +28,8 @@ class Row:
         value: the median.
         lowest: the smallest over the rounds.
         highest: the largest over the rounds.
+        of_fastest: ratio of the fastest rounds, which interference from other programs changes least; ``None`` where
+            nothing was timed.
         subject_s: median seconds of what is judged; ``None`` where nothing was timed.
         baseline_s: median seconds of what it is compared with; ``None`` where there is none.
     """
@@ -38,6 +40,7 @@ class Row:
     value: float
     lowest: float
     highest: float
+    of_fastest: float | None = None
     subject_s: float | None = None
     baseline_s: float | None = None
 
@@ -81,6 +84,7 @@ def ratio_row(section: str, name: str, times: Times, subject: str, baseline: str
         statistics.median(ratios),
         min(ratios),
         max(ratios),
+        min(times[subject]) / min(times[baseline]),
         statistics.median(times[subject]),
         statistics.median(times[baseline]),
     )

@@ -22,6 +22,7 @@ from tests.harness import trainer
 __all__ = [
     "batchnorm_rows",
     "hook_rows",
+    "require_equal",
     "step_rows",
     "time_batchnorm",
     "time_hooks",
@@ -83,7 +84,7 @@ def _timed(name: str, run: Callable[[], tuple[float, list[Tensor]]], losses: dic
     return timed
 
 
-def _require_equal(losses: dict[str, Tensor]) -> None:
+def require_equal(losses: dict[str, Tensor]) -> None:
     """Refuses to compare the speed of things that do not compute the same."""
     first = next(iter(losses))
     for name, values in losses.items():
@@ -107,7 +108,7 @@ def time_steps(workload_name: str, num_steps: int, num_rounds: int) -> Times:
         DEFAULT: lambda: fit(workload, data, strategy=CustomDDPStrategy(), callbacks=default_callbacks()),
     }
     times = interleaved({name: _timed(name, run, losses) for name, run in runs.items()}, num_rounds)
-    _require_equal(losses)
+    require_equal(losses)
     return times
 
 

@@ -14,9 +14,13 @@ from ddp_plugin import CustomDDPStrategy, ExactEvaluation, PerRankSeed
 from ddp_plugin.hooks import HOOKS
 from tests.gpu.device import (
     DEVICE,
+    LEARNING_RATE,
+    NUM_SAMPLES,
     Regression,
+    batches,
     device_trainer,
     flat,
+    flat_gradient,
     make_data,
     make_net,
     rank_and_world_size,
