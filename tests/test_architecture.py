@@ -32,6 +32,9 @@ STORY = (
     "evaluation",
     "ghost",
     "predictions",
+    "batchnorm.kernels",
+    "batchnorm.layers",
+    "batchnorm.convert",
     "batchnorm",
     "learning_rate",
     "callbacks._shell",
@@ -45,7 +48,7 @@ STORY = (
     "callbacks",
     "strategy",
 )
-PURE = ("sampling", "evaluation", "learning_rate")  # kernels: neither processes nor Lightning
+PURE = ("sampling", "evaluation", "learning_rate", "batchnorm.kernels")  # kernels: neither processes nor Lightning
 PUBLIC = {
     "ConvertSyncBatchNorm",
     "CustomDDPStrategy",

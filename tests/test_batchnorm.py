@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ddp_plugin.batchnorm import (
-    FusedBatchNorm2d,
     SyncedBatchNorm,
     SyncedBatchNorm1d,
     SyncedBatchNorm2d,
@@ -20,6 +19,7 @@ from ddp_plugin.batchnorm import (
     convert_batchnorm,
     local_moments,
 )
+from ddp_plugin.batchnorm.layers import FusedBatchNorm2d
 from tests.harness import RankFailureError, ranks, run_ranks
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}

@@ -96,13 +96,6 @@ class ExactEvaluation(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begins an evaluation."""
-        self._begin(trainer, pl_module)
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begins an evaluation."""
-        self._begin(trainer, pl_module)
-
-    def _begin(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if self._strategy is None:
             return
         self._release()
@@ -114,8 +107,8 @@ class ExactEvaluation(pl.Callback):
             self._refuse_unequal(mode)
         self._tallies = [[0, 0, 0] for _ in loaders]
         self._logged = _compat.LoggedValues(loop)
-        self._logged.on_epoch_metrics(lambda: self._reduce_logged(module))
-        self._synced = [metric for metric in metrics_of(module) if _compat.sync_metric_exactly(metric, self._gather)]
+        self._logged.on_epoch_metrics(lambda: self._reduce_logged(pl_module))
+        self._synced = [metric for metric in metrics_of(pl_module) if _compat.sync_metric_exactly(metric, self._gather)]
 
     def _refuse_unequal(self, mode: str) -> None:
         """Loaders that are read side by side must be shared out alike, or the pairing of their batches would change."""
@@ -133,15 +126,6 @@ class ExactEvaluation(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Takes back the ghost step before, and remembers the state if this is one."""
-        self._before_step(pl_module, batch_idx, dataloader_idx)
-
-    def on_test_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Takes back the ghost step before, and remembers the state if this is one."""
-        self._before_step(pl_module, batch_idx, dataloader_idx)
-
-    def _before_step(self, module: pl.LightningModule, batch_idx: int, dataloader_idx: int) -> None:
         self._end_ghost_step()
         if self._logged is None:
             return
@@ -149,7 +133,7 @@ class ExactEvaluation(pl.Callback):
         part = self._parts[dataloader_idx]
         if part is not None and part.is_ghost(batch_idx):
             logged, values = self._logged, self._logged.snapshot()
-            snapshot = ModuleSnapshot(module, list(logged.metric_objects().values()), ignore=_framework_attributes())
+            snapshot = ModuleSnapshot(pl_module, list(logged.metric_objects().values()), ignore=_framework_attributes())
             self.is_ghost_step = True
             self._before_ghost = [snapshot.restore, lambda: logged.restore(values)]
 
@@ -168,21 +152,6 @@ class ExactEvaluation(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Counts the batch if it was a real one."""
-        self._after_step(batch_idx, dataloader_idx)
-
-    def on_test_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Counts the batch if it was a real one."""
-        self._after_step(batch_idx, dataloader_idx)
-
-    def _after_step(self, batch_idx: int, dataloader_idx: int) -> None:
         read_now = slice(None) if self._side_by_side else slice(dataloader_idx, dataloader_idx + 1)
         for part, tally in zip(self._parts[read_now], self._tallies[read_now], strict=True):
             if isinstance(part, ExactBatchSampler) and not part.is_ghost(batch_idx):
@@ -223,13 +192,6 @@ class ExactEvaluation(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Audits the evaluation and ends it."""
-        self._finish(trainer)
-
-    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Audits the evaluation and ends it."""
-        self._finish(trainer)
-
-    def _finish(self, trainer: pl.Trainer) -> None:
         if self._strategy is None or self._logged is None:
             return
         stage = str(trainer.state.stage.value) if trainer.state.stage is not None else "?"
@@ -251,6 +213,11 @@ class ExactEvaluation(pl.Callback):
             if trainer.state.fn != "fit" or line not in self._announced:
                 self._announced.add(line)
                 rank_zero_info(line)
+
+    on_test_start = on_validation_start
+    on_test_batch_start = on_validation_batch_start
+    on_test_batch_end = on_validation_batch_end
+    on_test_end = on_validation_end
 
     def _release(self) -> None:
         self._end_ghost_step()
