@@ -407,6 +407,39 @@ def test_the_config_has_every_plain_setting() -> None:
     assert names == set(inspect.signature(CustomDDPStrategy).parameters) - made_by_the_trainer - objects
 
 
+def test_lightning_cli_reads_the_constructors_as_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    arguments = {
+        "strategy": "ddp_plugin.CustomDDPStrategy",
+        "strategy.comm_hook": "bf16",
+        "strategy.timeout": "0:10:00",
+        "strategy.nccl.max_ctas": "8",
+        "accelerator": "cpu",
+        "logger": "false",
+        "enable_checkpointing": "false",
+    }
+    names = ["ExactEvaluation", "GatherPredictions", "PerRankSeed", "SamplerEpoch", "ScaleLearningRate"]
+    names.append("ConvertSyncBatchNorm")
+    monkeypatch.setattr(sys, "argv", ["program"])
+    cli = LightningCLI(
+        BoringModel,
+        run=False,
+        seed_everything_default=False,
+        save_config_callback=None,
+        args=[f"--trainer.{key}={value}" for key, value in arguments.items()]
+        + [f"--trainer.callbacks+=ddp_plugin.{name}" for name in names],
+    )
+    strategy = cli.trainer.strategy
+    assert isinstance(strategy, CustomDDPStrategy)
+    assert strategy.comm_hook is not None
+    assert (strategy.comm_hook.name, strategy._timeout) == ("bf16", timedelta(minutes=10))
+    assert strategy._nccl == NcclOptions(max_ctas=8)
+    assert strategy._ddp_kwargs == {}
+    assert set(names) <= {type(callback).__name__ for callback in cli.trainer.callbacks}
+
+
 # ------------------------------------------------------------------------------------------------------ registration
 
 

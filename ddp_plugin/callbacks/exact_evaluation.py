@@ -210,7 +210,8 @@ class ExactEvaluation(pl.Callback):
             )
         for record in self.records:
             line = "ExactEvaluation: " + record.describe(trainer.world_size)
-            if trainer.state.fn != "fit" or line not in self._announced:
+            is_news = trainer.state.fn != "fit" or line not in self._announced
+            if is_news and not trainer.sanity_checking:
                 self._announced.add(line)
                 rank_zero_info(line)
 

@@ -23,7 +23,7 @@ def measure(quick: bool) -> dict[str, Any]:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     dist.init_process_group("gloo", timeout=timedelta(minutes=30))  # the strategies' own default
-    num_rounds, num_steps = (1, 2) if quick else (11, 40)
+    num_rounds, num_steps = (1, 2) if quick else (9, 40)
     step_workloads = ("MLP",) if quick else ("MLP", "transformer")
     return {
         "evaluation": {
