@@ -407,6 +407,7 @@ def test_the_config_has_every_plain_setting() -> None:
     assert names == set(inspect.signature(CustomDDPStrategy).parameters) - made_by_the_trainer - objects
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning's CLI uses what jsonargparse deprecates
 def test_lightning_cli_reads_the_constructors_as_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.pytorch.cli import LightningCLI
     from lightning.pytorch.demos.boring_classes import BoringModel
