@@ -28,7 +28,8 @@ bench: $(VENV)/.installed
 test-gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/gpu -m gpu $(ARGS)
 
-# torch goes first and pinned: left to the resolver it may fetch gigabytes of CUDA libraries for a CPU machine.
+# torch goes first, at the constrained version, so that a CPU build that pip can see is taken where there is one. Pip's own
+# settings choose another build, for instance PIP_INDEX_URL or PIP_FIND_LINKS in the environment.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch

@@ -5,21 +5,16 @@ Each helper says why no public way exists; ``tests/test_compat.py`` notices when
 
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from itertools import islice
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket  # torch.distributed re-exports it, but hides it from type checkers
+from torch._C._distributed_c10d import (
+    GradBucket as GradBucket,  # torch.distributed re-exports it, but hides it from type checkers
+)
 
-__all__ = [
-    "GradBucket",
-    "default_group",
-    "default_group_timeout",
-    "init_process_group",
-    "register_lightning_comm_hook",
-    "reset_seed",
-    "set_options_timeout",
-]
-
+from ddp_plugin.evaluation import merge_states
 
 # ------------------------------------------------------------------------------------------------- torch.distributed
 
@@ -60,13 +55,6 @@ def reset_seed() -> None:
     from lightning.fabric.utilities.seed import reset_seed as lightning_reset_seed
 
     lightning_reset_seed()
-
-
-def register_lightning_comm_hook(model: Any, state: object, hook: Callable[..., Any], wrapper: Any) -> None:
-    """Lightning's registration of ``ddp_comm_hook``, which ``DDPStrategy`` only calls on CUDA devices."""
-    from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
-
-    _register_ddp_comm_hook(model=model, ddp_comm_state=state, ddp_comm_hook=hook, ddp_comm_wrapper=wrapper)
 
 
 def recreate_train_iterator(trainer: Any) -> None:
@@ -242,7 +230,6 @@ class LoggedValues:
 
     def resolve(self, key: str, value: float, settings: dict[str, Any], device: Any) -> None:
         """Sets the epoch-level value of a key, so that Lightning does not reduce it; makes it if needed."""
-        import torch
         from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 
         settings = dict(settings)
@@ -339,32 +326,16 @@ def sync_metric_as_usual(metric: Any) -> None:
 
 
 def _sync_states(metric: Any, gather: Callable[[list[Any]], list[list[Any]]]) -> None:
-    import torch
-    from torchmetrics.utilities.data import dim_zero_cat
-
     names = list(metric._reductions)
-    states = {name: getattr(metric, name) for name in names}
-    parts = {name: state if isinstance(state, list) else [state] for name, state in states.items()}
-    for name in names:
-        if metric._reductions[name] is dim_zero_cat and len(parts[name]) > 1:
-            parts[name] = [dim_zero_cat(parts[name])]  # fewer tensors to send, same result
-    counts = torch.tensor([metric._update_count, *(len(parts[name]) for name in names)], device=metric.device)
-    by_rank = gather([counts, *(tensor for name in names for tensor in parts[name])])
-
-    contributions: dict[str, list[list[Any]]] = {name: [] for name in names}
-    for num_updates, *tensors in ((rank[0].tolist(), *rank[1:]) for rank in by_rank):
-        position = 0
-        for name, num_tensors in zip(names, num_updates[1:], strict=True):
-            if num_updates[0]:
-                contributions[name].append(tensors[position : position + num_tensors])
-            position += num_tensors
-    for name in names:
-        reduction, received = metric._reductions[name], contributions[name]
-        if isinstance(states[name], list):
-            merged = [tensor for tensors in received for tensor in tensors]
-            setattr(metric, name, reduction(merged) if reduction is not None and merged else merged)
-        elif received and not (reduction is None and len(received) == 1):
-            stacked = torch.stack([tensors[0] for tensors in received])
-            setattr(metric, name, reduction(stacked) if reduction is not None else stacked)
-        elif received:
-            setattr(metric, name, received[0][0])
+    own = {name: getattr(metric, name) for name in names}
+    lists = {name: state if isinstance(state, list) else [state] for name, state in own.items()}
+    counts = torch.tensor([metric._update_count, *(len(lists[name]) for name in names)], device=metric.device)
+    parts: list[tuple[int, dict[str, Any]]] = []
+    for num_tensors, *tensors in gather([counts, *(tensor for name in names for tensor in lists[name])]):
+        num_updates, *sizes = num_tensors.tolist()
+        remaining = iter(tensors)
+        received = {name: list(islice(remaining, size)) for name, size in zip(names, sizes, strict=True)}
+        states = {name: part if isinstance(own[name], list) else part[0] for name, part in received.items()}
+        parts.append((num_updates, states))
+    for name, state in merge_states(parts, metric._reductions).items():
+        setattr(metric, name, state)

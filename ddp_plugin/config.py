@@ -100,4 +100,3 @@ class StrategyConfig:
     timeout_s: float = 1800.0
     start_method: str = "popen"
     nccl: NcclOptions | None = None
-    model_averaging_period: int | None = None

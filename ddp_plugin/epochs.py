@@ -7,7 +7,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ddp_plugin.errors import explain
-from ddp_plugin.loaders import Forwarder, replaced, walk
+from ddp_plugin.forwarding import Forwarder
+from ddp_plugin.loaders import replaced, walk
 
 __all__ = ["share_epoch", "tell_epoch"]
 
@@ -74,12 +75,12 @@ def share_epoch(loader: Any) -> Any:
 class _SharesEpoch(Forwarder):
     """Stands for a dataset and tells it the epoch in whichever process it is asked for samples."""
 
-    _own = Forwarder._own | {"shared", "known"}
+    shared: torch.Tensor  # int64, shape (), the same memory in all workers
+    known: int
 
     def __init__(self, dataset: Any) -> None:
-        super().__init__(dataset)
-        self.shared = torch.tensor(-1, device="cpu").share_memory_()  # type: ignore[no-untyped-call]  # int64 (), the same memory in all workers
-        self.known = -1
+        shared = torch.tensor(-1, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
+        super().__init__(dataset, shared=shared, known=-1)
 
     def __len__(self) -> int:
         return len(self.forwards_to)

@@ -14,7 +14,7 @@ class DDPPluginError(RuntimeError):
 
 
 class EvaluationMismatchError(DDPPluginError):
-    """The samples that were evaluated are not the samples that should have been, each exactly once."""
+    """The numbers of samples or batches evaluated are not those that should have been."""
 
 
 def explain(expected: str, got: str, change: str) -> str:

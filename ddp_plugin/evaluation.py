@@ -1,9 +1,12 @@
 """What an evaluation on many ranks adds up to: pure arithmetic over what each rank logged."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["EvaluationRecord", "combine_logged"]
+import torch
+
+__all__ = ["EvaluationRecord", "combine_logged", "merge_states"]
 
 
 def combine_logged(reduction: str, parts: Sequence[tuple[float, float]]) -> float:
@@ -31,6 +34,35 @@ def combine_logged(reduction: str, parts: Sequence[tuple[float, float]]) -> floa
             return float("nan")
         return max(values) if reduction == "max" else min(values)
     raise ValueError(f"unknown reduction {reduction!r}")
+
+
+def merge_states(
+    parts: Sequence[tuple[int, Mapping[str, Any]]], reductions: Mapping[str, Callable[[Any], Any] | None]
+) -> dict[str, Any]:
+    """Merges the states that ranks hold of one metric into the state that one process would hold.
+
+    Args:
+        parts: ``(num_updates, states)`` of each rank, in rank order; a state is a tensor or a list of tensors. Ranks
+            without an update contribute nothing, so their default states do not enter a mean or a merge.
+        reductions: for each state the function that torchmetrics declares for it, applied to the stacked tensors or to
+            the joined list; ``None`` keeps what was gathered, as torchmetrics does.
+
+    Returns:
+        The merged states; those of no contributor at all are left out.
+    """
+    contributions = [states for num_updates, states in parts if num_updates]
+    merged: dict[str, Any] = {}
+    for name, reduction in reductions.items():
+        received = [states[name] for states in contributions]
+        if received and isinstance(received[0], list):
+            joined = [tensor for state in received for tensor in state]
+            merged[name] = reduction(joined) if reduction is not None and joined else joined
+        elif received and reduction is None and len(received) == 1:
+            merged[name] = received[0]  # as one process holds it: nothing was merged
+        elif received:
+            stacked = torch.stack(received)
+            merged[name] = stacked if reduction is None else reduction(stacked)
+    return merged
 
 
 @dataclass(frozen=True)

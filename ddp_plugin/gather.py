@@ -1,7 +1,7 @@
 """Everything from every rank, whatever its shape: gathers that do not ask for equal sizes.
 
 ``all_gather`` wants the same shape everywhere and, over gloo, answers unequal shapes with uninitialised memory. Here
-sizes travel first, in one small message.
+sizes travel first, in one small message. ``group=None`` means that this process is alone.
 """
 
 from collections.abc import Sequence
@@ -15,22 +15,24 @@ __all__ = ["broadcast_object", "gather_objects", "gather_objects_to", "gather_te
 _ALIGNMENT_BYTES = 16  # of each tensor inside the payload: a view as complex128 needs it
 
 
-def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Returns every rank's value, in rank order, on every rank.
 
     Args:
-        value: anything that pickles; meant for bytes to kilobytes.
+        value: anything that pickles.
         group: a group with a CPU backend, such as the control group.
 
     Collectives:
         Two all-gathers (length, bytes) on every rank of the group.
     """
+    if group is None:
+        return [value]
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
 
 
-def gather_objects_to(value: Any, group: dist.ProcessGroup, destination: int | None) -> list[Any]:
+def gather_objects_to(value: Any, group: dist.ProcessGroup | None, destination: int | None) -> list[Any]:
     """Returns every rank's value, in rank order, on the destination alone; an empty list elsewhere.
 
     Args:
@@ -41,7 +43,7 @@ def gather_objects_to(value: Any, group: dist.ProcessGroup, destination: int | N
     Collectives:
         An all-gather of lengths and a gather (or all-gather) of bytes on every rank of the group.
     """
-    if destination is None:
+    if destination is None or group is None:
         return gather_objects(value, group)
     receives = dist.get_rank(group) == destination
     values: list[Any] = [None] * group.size() if receives else []
@@ -49,7 +51,7 @@ def gather_objects_to(value: Any, group: dist.ProcessGroup, destination: int | N
     return values
 
 
-def broadcast_object(value: Any, group: dist.ProcessGroup, source: int = 0) -> Any:
+def broadcast_object(value: Any, group: dist.ProcessGroup | None, source: int = 0) -> Any:
     """Returns one rank's value on every rank.
 
     Args:
@@ -60,13 +62,15 @@ def broadcast_object(value: Any, group: dist.ProcessGroup, source: int = 0) -> A
     Collectives:
         Two broadcasts (length, bytes) on every rank of the group.
     """
+    if group is None:
+        return value
     box = [value]
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, source), group=group)
     return box[0]
 
 
 def gather_tensors(
-    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, control_group: dist.ProcessGroup
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None, control_group: dist.ProcessGroup | None
 ) -> list[list[torch.Tensor]]:
     """Returns every rank's tensors, in rank order, on every rank; numbers, shapes and dtypes may all differ.
 
@@ -81,6 +85,8 @@ def gather_tensors(
     Collectives:
         One object gather on ``control_group`` and one all-gather of bytes, on every rank.
     """
+    if control_group is None:
+        return [list(tensors)]
     parts = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     padded_bytes = [-(-part.numel() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for part in parts]
     layout = [(tuple(tensor.shape), tensor.dtype, part.numel()) for tensor, part in zip(tensors, parts, strict=True)]

@@ -5,6 +5,7 @@ step match. What such a *ghost step* does to the module is taken back afterwards
 own plain attributes (the list that collects outputs, a counter, a running tensor).
 """
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from torchmetrics import Metric
 from ddp_plugin import _compat
 
 __all__ = ["ModuleSnapshot", "metrics_of"]
+
+_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (list, dict, set, deque)
 
 
 def metrics_of(module: nn.Module) -> list[Metric]:
@@ -25,8 +29,8 @@ class ModuleSnapshot:
     """What a module and its metrics hold now; :meth:`restore` puts it back.
 
     Covered are the states of all torchmetrics objects inside the module, and of the module itself (not of its
-    children): numbers, strings and tensors among its attributes, its buffers, and the contents of its lists, dicts and
-    sets, one level deep.
+    children): its buffers, and among its attributes numbers, strings, tensors, and lists, dicts, sets and deques of
+    these to any depth.
 
     Args:
         module: the module.
@@ -37,33 +41,41 @@ class ModuleSnapshot:
     def __init__(self, module: nn.Module, metrics: list[Metric], ignore: frozenset[str] = frozenset()) -> None:
         self._module = module
         self._metrics = [(metric, _compat.metric_snapshot(metric)) for metric in {*metrics_of(module), *metrics}]
-        self._names = {name for name in vars(module) if name not in ignore}
+        self._attributes = {name: value for name, value in vars(module).items() if name not in ignore}
         self._ignore = ignore
-        self._plain: dict[str, Any] = {}
         self._contents: list[tuple[Any, Any]] = []
-        for name in self._names:
-            value = vars(module)[name]
-            if isinstance(value, (bool, int, float, str, type(None))):
-                self._plain[name] = value
-            elif isinstance(value, (list, dict, set)):
-                self._contents.append((value, value.copy()))
-            if isinstance(value, (torch.Tensor, list, dict, set)):
-                self._plain[name] = value
-        tensors = [value for value in self._plain.values() if isinstance(value, torch.Tensor)]
-        buffers = list(module.buffers(recurse=False))
-        self._tensors = [(tensor, tensor.detach().clone()) for tensor in (*tensors, *buffers)]
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._seen: set[int] = set()
+        for value in (*self._attributes.values(), *module.buffers(recurse=False)):
+            self._remember(value)
+
+    def _remember(self, value: Any) -> None:
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            self._tensors.append((value, value.detach().clone()))
+        elif isinstance(value, _CONTAINERS):
+            self._contents.append((value, value.copy()))
+            for item in value.values() if isinstance(value, dict) else value:
+                if not isinstance(item, _SCALARS):
+                    self._remember(item)
 
     def restore(self) -> None:
         """Puts everything back; an attribute that is new since then is removed."""
         for metric, snapshot in self._metrics:
             _compat.restore_metric(metric, snapshot)
         attributes = vars(self._module)
-        for name in [name for name in attributes if name not in self._names and name not in self._ignore]:
+        for name in [name for name in attributes if name not in self._attributes and name not in self._ignore]:
             del attributes[name]
-        attributes.update(self._plain)
+        covered = (*_SCALARS, *_CONTAINERS, torch.Tensor)
+        attributes.update({name: value for name, value in self._attributes.items() if isinstance(value, covered)})
         for container, contents in self._contents:
             container.clear()
-            container.extend(contents) if isinstance(container, list) else container.update(contents)
+            if isinstance(container, (list, deque)):
+                container.extend(contents)
+            else:
+                container.update(contents)
         with torch.no_grad():
             for tensor, value in self._tensors:
                 tensor.copy_(value)

@@ -5,16 +5,17 @@ of their own. A shallow copy with one attribute exchanged keeps the class, its s
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from ddp_plugin import _compat
 from ddp_plugin.errors import explain
+from ddp_plugin.forwarding import ForwardsReads
 from ddp_plugin.sampling import ExactBatchSampler
 
-__all__ = ["Forwarder", "replaced", "share_loader", "shared_part", "walk"]
+__all__ = ["replaced", "share_loader", "shared_part", "walk"]
 
 
 def replaced(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
@@ -37,52 +38,13 @@ def replaced(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
     return clone
 
 
-class Forwarder:
-    """Stands for another object and changes one thing; all other attributes are that object's, read and written.
-
-    It also answers ``isinstance`` as that object does, so code that asks for a ``DistributedSampler`` or for the user's
-    own dataset class still finds one.
-
-    Args:
-        inner: the object; it stays reachable as ``forwards_to``.
-    """
-
-    _own = frozenset({"forwards_to"})  # names of the attributes that are not the other object's
-
-    def __init__(self, inner: Any) -> None:
-        self.forwards_to = inner
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type[Any]:
-        return type(self.forwards_to)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in type(self)._own or (name.startswith("__") and name.endswith("__")):
-            raise AttributeError(name)  # not set yet (copying, unpickling), or a protocol that it does not have
-        return getattr(self.forwards_to, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in type(self)._own:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.forwards_to, name, value)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _revive, (type(self), self.__dict__.copy())
-
-
-def _revive(cls: type[Forwarder], attributes: dict[str, Any]) -> Forwarder:
-    forwarder = cls.__new__(cls)
-    forwarder.__dict__.update(attributes)
-    return forwarder
-
-
 def walk(loader: object) -> Iterator[object]:
     """Yields every object in reach of a loader that may keep an epoch or an order: batch samplers, samplers, datasets.
 
-    Follows ``batch_sampler``, ``batches``, ``sampler``, ``samplers``, ``base_sampler``, ``dataset``, ``datasets`` and
-    ``loader`` to any depth, each object once, cycles included; also what a :class:`Forwarder` or Lightning's own
-    ``DistributedSamplerWrapper`` stands for.
+    Follows ``batch_sampler``, ``sampler``, ``samplers``, ``base_sampler``, ``dataset``, ``datasets`` and ``loader`` to
+    any depth, each object once, cycles included; also what an object forwards to, and what is inside Lightning's own
+    ``DistributedSamplerWrapper``. Lists and dicts are looked into only where the name is a plural: elsewhere they are
+    data.
     """
     seen: set[int] = set()
     stack: list[object] = [loader]
@@ -93,25 +55,16 @@ def walk(loader: object) -> Iterator[object]:
         seen.add(id(item))
         yield item
         stack.append(_compat.inner_sampler(item))
-        if isinstance(item, Forwarder):
+        if isinstance(item, ForwardsReads):
             stack.append(item.forwards_to)
-        for name in (
-            "dataset",
-            "datasets",
-            "sampler",
-            "samplers",
-            "base_sampler",
-            "batches",
-            "batch_sampler",
-            "loader",
-        ):
+        for name in ("dataset", "sampler", "base_sampler", "batch_sampler", "loader"):
             child = getattr(item, name, None)
-            if isinstance(child, (list, tuple)):
-                stack.extend(child)
-            elif isinstance(child, dict):
-                stack.extend(child.values())
-            elif isinstance(child, Iterable) or hasattr(child, "__getitem__") or hasattr(child, "set_epoch"):
+            if not isinstance(child, (list, tuple, dict, str, bytes, int, float)):
                 stack.append(child)
+        for name in ("datasets", "samplers"):
+            children = getattr(item, name, None)
+            if isinstance(children, (list, tuple, dict)):
+                stack.extend(children.values() if isinstance(children, dict) else children)
 
 
 def share_loader(
@@ -150,7 +103,8 @@ def share_loader(
                 "Take the DistributedSampler out: the batches are shared out here",
             )
         )
-    part = ExactBatchSampler(batches, world_size, rank, limit, agree)
+    batched = loader.batch_sampler is not None or isinstance(batches, BatchSampler)
+    part = ExactBatchSampler(batches, world_size, rank, limit, agree, batched=batched)
     return replaced(loader, **{"sampler" if loader.batch_sampler is None else "batch_sampler": part})
 
 

@@ -14,6 +14,7 @@ from ddp_plugin.errors import explain
 __all__ = ["PredictionWriter", "Predictions", "read_predictions", "split_batch"]
 
 _MANIFEST = "manifest.json"
+_SCALARS = (str, bytes, int, float, type(None))
 
 
 @dataclass
@@ -58,8 +59,7 @@ def split_batch(output: Any, num_samples: int) -> list[Any]:
     if isinstance(output, Mapping):
         parts = {key: split_batch(value, num_samples) for key, value in output.items()}
         return [{key: part[position] for key, part in parts.items()} for position in range(num_samples)]
-    scalars = (str, bytes, int, float, type(None))
-    is_flat = isinstance(output, list) and all(isinstance(item, scalars) for item in output)
+    is_flat = isinstance(output, list) and all(isinstance(item, _SCALARS) for item in output)
     if isinstance(output, (list, tuple)) and not is_flat:
         members = [split_batch(item, num_samples) for item in output]
         made = getattr(type(output), "_make", type(output))  # named tuples are built from an iterable by _make
@@ -94,7 +94,12 @@ class PredictionWriter:
         self.num_batches = 0
 
     def add(self, dataloader_idx: int, indices: list[Any], output: Any) -> None:
-        """Takes one batch; writes a file when a chunk is full."""
+        """Takes one batch; writes a file when a chunk is full.
+
+        Raises:
+            TypeError: the output holds something that could not be read back.
+        """
+        _require_plain(output)
         self._pending.append({"dataloader_idx": dataloader_idx, "indices": indices, "output": output})
         self.num_batches += 1
         if len(self._pending) >= self._chunk_size:
@@ -113,25 +118,36 @@ class PredictionWriter:
         self._pending = []
 
     @staticmethod
-    def refuse_used_folder(folder: str) -> None:
-        """Raises if a folder holds predictions already.
+    def used_files(folder: str) -> list[str]:
+        """Returns the names of a few files of predictions that a folder holds already."""
+        names = sorted(path.name for path in Path(folder).glob("*"))
+        return [name for name in names if name.startswith(("predictions-", _MANIFEST))][:3]
 
-        Raises:
-            FileExistsError: it does; nothing in it was touched.
-        """
-        used = sorted(path.name for path in Path(folder).glob("*") if path.name.startswith(("predictions-", _MANIFEST)))
-        if used:
-            raise FileExistsError(
-                explain(f"no predictions in {folder!r} yet", f"{used[:3]}", "Choose another folder, or empty this one")
-            )
-
-    @staticmethod
-    def write_manifest(folder: str, files_by_rank: list[list[str]], num_batches: int) -> None:
-        """Writes the list of all files, which makes the predictions complete."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        partial = Path(folder) / f"{_MANIFEST}.partial"
+    def write_manifest(self, files_by_rank: list[list[str]], num_batches: int) -> None:
+        """Writes the list of all ranks' files, which makes the predictions complete."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        partial = self._folder / f"{_MANIFEST}.partial"
         partial.write_text(json.dumps({"files_by_rank": files_by_rank, "num_batches": num_batches}, indent=1))
-        os.replace(partial, Path(folder) / _MANIFEST)
+        os.replace(partial, self._folder / _MANIFEST)
+
+
+def _require_plain(output: Any) -> None:
+    """Refuses what a file could not give back: ``torch.load(weights_only=True)`` knows plain types only."""
+    if type(output) is dict:
+        for key, value in output.items():
+            _require_plain(key)
+            _require_plain(value)
+    elif type(output) in (list, tuple):
+        for value in output:
+            _require_plain(value)
+    elif not isinstance(output, torch.Tensor) and type(output) not in (*_SCALARS, bool, complex):
+        raise TypeError(
+            explain(
+                "predictions of tensors, numbers, strings, lists, tuples and dicts, because they go to files",
+                f"a {type(output).__module__}.{type(output).__qualname__}",
+                "Return it as one of these (a named tuple as a dict, an array by torch.from_numpy)",
+            )
+        )
 
 
 def read_predictions(folder: str, dataloader_idx: int = 0) -> Iterator[tuple[list[Any], Any]]:

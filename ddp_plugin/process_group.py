@@ -14,7 +14,34 @@ from ddp_plugin import _compat
 from ddp_plugin.config import NcclOptions
 from ddp_plugin.errors import explain
 
-__all__ = ["control_group", "destroy_at_exit", "nccl_process_group_options", "settings_in_force"]
+__all__ = [
+    "control_group",
+    "destroy_at_exit",
+    "nccl_process_group_options",
+    "refuse_unusable_settings",
+    "settings_in_force",
+]
+
+
+def refuse_unusable_settings(nccl: NcclOptions | None, backend: str | None, timeout: timedelta | None) -> None:
+    """Refuses settings of a process group that could not be honoured, before there is one.
+
+    Raises:
+        ValueError: NCCL options for another backend, or a timeout that is not above zero.
+
+    Collectives:
+        None.
+    """
+    if nccl is not None and backend is not None and "nccl" not in backend:
+        raise ValueError(
+            explain(
+                "process_group_backend='nccl' beside nccl=NcclOptions(...)",
+                f"process_group_backend={backend!r}",
+                "Remove nccl=, or choose the NCCL backend",
+            )
+        )
+    if timeout is not None and timeout <= timedelta(0):
+        raise ValueError(explain("a timeout above zero", repr(timeout), "Give the timeout as a positive timedelta"))
 
 
 def nccl_process_group_options(nccl: NcclOptions, timeout: timedelta | None) -> Any:
@@ -88,8 +115,8 @@ _control_group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # (de
 def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """Returns the gloo group for small control messages, beside the one that carries gradients.
 
-    It is made once for each default group; the first call is therefore collective. It serves messages of a few bytes to
-    kilobytes between CPUs (plans, counts, decisions), so that none of them ever queues behind a gradient or
+    It is made once for each default group; the first call is therefore collective. It serves messages
+    between CPUs (plans, counts, decisions, predictions), so that none of them ever queues behind a gradient or
     synchronises a device.
 
     Args:

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, SequentialSampler
 
+from ddp_plugin.forwarding import ForwardsReads
+
 __all__ = ["BatchShare", "ExactBatchSampler", "batch_fingerprint", "num_eval_steps", "share_batches"]
 
 
@@ -82,7 +84,7 @@ def _as_drawn(batches: list[Any]) -> list[Any]:
     return batches
 
 
-class ExactBatchSampler:
+class ExactBatchSampler(ForwardsReads):
     """Yields this rank's block of the user's own batches, then repeats a batch for its ghost steps.
 
     The user's batch sampler (or sampler, for loaders without batching) is kept and asked as one process would ask it.
@@ -96,6 +98,7 @@ class ExactBatchSampler:
             returns the most it may take in the coming evaluation, or ``None``.
         agree: ``(batches) -> batches``: makes every rank's list rank 0's. It runs once per iteration, on all ranks, and
             only for orders that are not known to be the same everywhere.
+        batched: whether an item is a batch of indices; ``False``: it is the index of a sample that is its own batch.
 
     Attributes:
         share: this rank's part in the latest iteration.
@@ -110,8 +113,11 @@ class ExactBatchSampler:
         rank: int,
         limit: Callable[[int | None], int | None] = _no_limit,
         agree: Callable[[list[Any]], list[Any]] = _as_drawn,
+        *,
+        batched: bool = True,
     ) -> None:
-        self.batches = batches
+        self.forwards_to = batches
+        self.batched = batched
         self.world_size = world_size
         self.rank = rank
         self._limit = limit
@@ -121,30 +127,28 @@ class ExactBatchSampler:
         self.num_samples_planned = 0
         self.num_batches_left_out: int | None = 0
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "batches" or name.startswith("__"):  # not set yet (copying, unpickling)
-            raise AttributeError(name)
-        return getattr(self.batches, name)  # sampler, batch_size, drop_last, set_epoch, …: the user's own
-
     @property
     def num_batches(self) -> int | None:
         """Batches that one process would see without a limit; ``None`` if the user's sampler does not say."""
-        return len(self.batches) if isinstance(self.batches, Sized) else None
+        return len(self.forwards_to) if isinstance(self.forwards_to, Sized) else None
 
     def __len__(self) -> int:
         if self.num_batches is None:
-            raise TypeError(f"{type(self.batches).__name__} has no length")
+            raise TypeError(f"{type(self.forwards_to).__name__} has no length")
         return num_eval_steps(self.num_batches, self.world_size)
 
     def __iter__(self) -> Iterator[Any]:
         total = self.num_batches
         limit = self._limit(None if total is None else num_eval_steps(total, self.world_size))
-        known = _sequential_batches(self.batches)
+        known = _sequential_batches(self.forwards_to)
         if known is None:
             bounds = [
                 bound for bound in (total, None if limit is None else limit * self.world_size) if bound is not None
             ]
-            drawn = [_as_list(batch) for batch in islice(iter(self.batches), min(bounds, default=None))]
+            drawn = [
+                list(batch) if self.batched else batch
+                for batch in islice(iter(self.forwards_to), min(bounds, default=None))
+            ]
             known = self._agree(drawn)
             self.num_batches_left_out = None if total is None else total - len(known)
         self.share = share = share_batches(len(known), self.world_size, self.rank, limit)
@@ -152,7 +156,8 @@ class ExactBatchSampler:
             self.num_batches_left_out = len(known) - share.num_batches
             self.num_samples_planned = known.num_samples_in(share.num_batches)
         else:
-            self.num_samples_planned = sum(_num_samples(batch) for batch in known[: share.num_batches])
+            planned = known[: share.num_batches]
+            self.num_samples_planned = sum(len(batch) for batch in planned) if self.batched else len(planned)
         self._known = known
         for position in range(share.start, share.stop):
             yield known[position]
@@ -166,7 +171,7 @@ class ExactBatchSampler:
     def indices(self, step: int) -> list[Any]:
         """The indices of the batch at a step that is not a ghost."""
         batch = self._known[self.share.start + step]
-        return batch if isinstance(batch, list) else [batch]
+        return batch if self.batched else [batch]
 
     def fingerprint(self, step: int) -> int:
         """Fingerprint of the batch at a step that is not a ghost; see :func:`batch_fingerprint`."""
@@ -196,11 +201,3 @@ def _sequential_batches(batches: Iterable[Any]) -> Any:
     if type(batches) is BatchSampler and type(batches.sampler) is SequentialSampler:
         return _SequentialBatches(len(batches.sampler), batches.batch_size, batches.drop_last)
     return None
-
-
-def _as_list(batch: Any) -> Any:
-    return list(batch) if isinstance(batch, (list, tuple)) else batch
-
-
-def _num_samples(batch: Any) -> int:
-    return len(batch) if isinstance(batch, list) else 1

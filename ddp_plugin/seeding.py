@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
-from ddp_plugin.loaders import Forwarder
+from ddp_plugin.forwarding import Forwarder
 from ddp_plugin.sampling import ExactBatchSampler
 
 __all__ = [
@@ -237,13 +237,12 @@ class StreamedSampler(Forwarder):
         None of its own.
     """
 
-    _own = Forwarder._own | {"streams", "draws", "fetches_here"}
+    streams: LoaderStreams
+    draws: bool
+    fetches_here: bool
 
     def __init__(self, inner: Any, streams: LoaderStreams, *, draws: bool, fetches_here: bool) -> None:
-        super().__init__(inner)
-        self.streams = streams
-        self.draws = draws
-        self.fetches_here = fetches_here
+        super().__init__(inner, streams=streams, draws=draws, fetches_here=fetches_here)
 
     def __iter__(self) -> Iterator[Any]:
         return _StreamedIterator(self)

@@ -30,7 +30,7 @@ from ddp_plugin import _compat, process_group
 from ddp_plugin.config import START_METHODS, NcclOptions, StrategyConfig
 from ddp_plugin.errors import explain
 from ddp_plugin.hooks import HOOKS, CommHook, resolve_hook
-from ddp_plugin.wrap import BucketObserver, check_ddp_arguments, no_sync, observed
+from ddp_plugin.wrap import BucketObserver, check_ddp_arguments, no_sync, observed, refuse_contradictions
 
 __all__ = ["CustomDDPStrategy", "DataLoaderTransform", "register_strategies"]
 
@@ -128,9 +128,15 @@ class CustomDDPStrategy(DDPStrategy):
         check_ddp_arguments(given)
         self._comm_hook = resolve_hook(comm_hook) if comm_hook is not None else None
         self._nccl = nccl
-        self._refuse_contradictions(
-            given, ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, process_group_backend, timeout, start_method
-        )
+        lightning_hook = {
+            "ddp_comm_hook": ddp_comm_hook,
+            "ddp_comm_state": ddp_comm_state,
+            "ddp_comm_wrapper": ddp_comm_wrapper,
+        }
+        refuse_contradictions(given, self._comm_hook, lightning_hook, model_averaging_period)
+        process_group.refuse_unusable_settings(nccl, process_group_backend, timeout)
+        if start_method not in START_METHODS:
+            raise ValueError(explain(f"start_method to be one of {START_METHODS}", repr(start_method), "Choose one"))
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -150,57 +156,6 @@ class CustomDDPStrategy(DDPStrategy):
         self._bucket_observers: list[BucketObserver] = []
         self._hook_is_registered = False
         self._first_backward_done = False
-
-    def _refuse_contradictions(
-        self,
-        given: Mapping[str, Any],
-        ddp_comm_hook: Callable[..., Any] | None,
-        ddp_comm_state: object | None,
-        ddp_comm_wrapper: Callable[..., Any] | None,
-        backend: str | None,
-        timeout: timedelta | None,
-        start_method: str,
-    ) -> None:
-        lightning_hook = {
-            "ddp_comm_hook": ddp_comm_hook,
-            "ddp_comm_state": ddp_comm_state,
-            "ddp_comm_wrapper": ddp_comm_wrapper,
-        }
-        lightning_given = [name for name, value in lightning_hook.items() if value is not None]
-        if self._comm_hook is not None and lightning_given:
-            raise ValueError(
-                explain(
-                    "comm_hook or Lightning's ddp_comm_*", f"comm_hook and {lightning_given}", "Keep one of the two"
-                )
-            )
-        if lightning_given and ddp_comm_hook is None:
-            raise ValueError(
-                explain(
-                    "ddp_comm_hook beside its state or wrapper", f"only {lightning_given}", "Give ddp_comm_hook too"
-                )
-            )
-        if "mixed_precision" in given and (self._comm_hook is not None or ddp_comm_hook is not None):
-            raise ValueError(
-                explain(
-                    "mixed_precision or a communication hook",
-                    "both",
-                    "Keep one: DDP's mixed precision uses the model's only place for a hook",
-                )
-            )
-        if self._nccl is not None and backend is not None and "nccl" not in backend:
-            raise ValueError(
-                explain(
-                    "process_group_backend='nccl' beside nccl=NcclOptions(...)",
-                    f"process_group_backend={backend!r}",
-                    "Remove nccl=, or choose the NCCL backend",
-                )
-            )
-        if timeout is not None and timeout <= timedelta(0):
-            raise ValueError(explain("a timeout above zero", repr(timeout), "Give the timeout as a positive timedelta"))
-        if start_method not in START_METHODS:
-            raise ValueError(
-                explain(f"start_method to be one of {START_METHODS}", repr(start_method), "Choose one of these")
-            )
 
     @classmethod
     def from_config(cls, config: StrategyConfig | Mapping[str, Any] | DictConfig) -> CustomDDPStrategy:
@@ -268,9 +223,14 @@ class CustomDDPStrategy(DDPStrategy):
         existed = dist.is_initialized()
         _compat.init_process_group(self.cluster_environment, backend, **options)
         process_group.destroy_at_exit()
-        if existed:
-            for difference in process_group.settings_in_force(backend, self._timeout):
-                rank_zero_warn(f"A process group existed before this Trainer started: {difference}.")
+        differences = process_group.settings_in_force(backend, self._timeout)
+        if existed and self._nccl is not None:
+            differences.append(f"{self._nccl} was asked for, the group keeps the options it was made with")
+        for difference in differences:
+            whose = (
+                "A process group existed before this Trainer started" if existed else "The new process group differs"
+            )
+            rank_zero_warn(f"{whose}: {difference}.")
         process_group.control_group(self._timeout)
 
     # --------------------------------------------------------------------------------------------------------- wrap

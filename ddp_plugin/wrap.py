@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_plugin._compat import GradBucket
 from ddp_plugin.errors import explain
 
-__all__ = ["BucketObserver", "check_ddp_arguments", "no_sync", "observed"]
+__all__ = ["BucketObserver", "check_ddp_arguments", "no_sync", "observed", "refuse_contradictions"]
 
 _SET_BY_THE_STRATEGY = ("self", "module", "device_ids")
 
@@ -54,6 +55,48 @@ def check_ddp_arguments(arguments: Mapping[str, Any]) -> None:
                 "static_graph=True or find_unused_parameters=True",
                 "both",
                 "Keep static_graph=True alone: it finds unused parameters itself, in the first step",
+            )
+        )
+
+
+def refuse_contradictions(
+    arguments: Mapping[str, Any],
+    comm_hook: object | None,
+    lightning_hook: Mapping[str, Any],
+    model_averaging_period: int | None,
+) -> None:
+    """Refuses ways to ask for a communication hook that exclude each other, or that would be ignored.
+
+    Args:
+        arguments: what the user gave for DistributedDataParallel.
+        comm_hook: the strategy's own hook.
+        lightning_hook: Lightning's ``ddp_comm_hook``, ``ddp_comm_state`` and ``ddp_comm_wrapper``.
+        model_averaging_period: steps between averages of post-local SGD.
+
+    Raises:
+        ValueError: a contradiction.
+
+    Collectives:
+        None.
+    """
+    given = [name for name, value in lightning_hook.items() if value is not None]
+    if comm_hook is not None and given:
+        raise ValueError(
+            explain("comm_hook or Lightning's ddp_comm_*", f"comm_hook and {given}", "Keep one of the two")
+        )
+    if given and "ddp_comm_hook" not in given:
+        raise ValueError(
+            explain("ddp_comm_hook beside its state or wrapper", f"only {given}", "Give ddp_comm_hook too")
+        )
+    if "mixed_precision" in arguments and (comm_hook is not None or given):
+        remedy = "Keep one: DDP's mixed precision uses the model's only place for a hook"
+        raise ValueError(explain("mixed_precision or a communication hook", "both", remedy))
+    if model_averaging_period is not None and not isinstance(lightning_hook["ddp_comm_state"], PostLocalSGDState):
+        raise ValueError(
+            explain(
+                "ddp_comm_state=PostLocalSGDState(...) beside model_averaging_period, which is its period",
+                f"{lightning_hook['ddp_comm_state']!r} beside model_averaging_period={model_averaging_period}",
+                "Give the state and post_localSGD_hook, or leave the period out",
             )
         )
 

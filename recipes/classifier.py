@@ -9,6 +9,7 @@ from images import ImageSplits
 from omegaconf import DictConfig, OmegaConf
 from optimizer import make_sgd
 from residual import ResNet, resnet
+from run import loader_options
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -169,12 +170,4 @@ class ImageLoaders(pl.LightningDataModule):
         return self._loader(self.splits.test)
 
     def _loader(self, images: Any, **options: Any) -> DataLoader[Any]:
-        num_workers = self.settings.data.num_workers
-        return DataLoader(
-            images,
-            self.settings.trainer.batch_size,
-            num_workers=num_workers,
-            persistent_workers=num_workers > 0,
-            pin_memory=self.settings.trainer.accelerator != "cpu" and torch.cuda.is_available(),
-            **options,
-        )
+        return DataLoader(images, self.settings.trainer.batch_size, **loader_options(self.settings), **options)

@@ -7,21 +7,27 @@
 Read :func:`main` first. All settings are in ``conf/llm.yaml``.
 """
 
-import contextlib
 import dataclasses
-import sys
-from pathlib import Path
+import math
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
 from optimizer import make_adamw
-from plan import Plan, memory_bytes, num_processes, resolve_precision
-from settings import SettingsError, load_settings
+from plan import Plan, compute_dtype, count_parameters, effective_batch, memory_bytes, resolve_precision, table
+from run import (
+    describe_output,
+    find_checkpoint,
+    last_checkpoint,
+    loader_options,
+    mistakes_of_settings,
+    run,
+    say,
+    trainer_options,
+)
+from settings import Limits, SettingsError, check_limits, load_settings
 from text import Corpus, TokenFiles, bits_per_byte, find_corpus, order0_bits_per_byte
 from throughput import Throughput
 from torch import Tensor
@@ -29,45 +35,44 @@ from torch.utils.data import DataLoader, Subset
 from torchmetrics import Metric
 from transformer import IGNORED, Transformer, TransformerConfig, generate, token_nats
 
-from ddp_plugin import CustomDDPStrategy, ScaleLearningRate, default_callbacks
+from ddp_plugin import CustomDDPStrategy, ScaleLearningRate
 from ddp_plugin.errors import explain
 from ddp_plugin.learning_rate import scale_ratio
-
-say = rank_zero_only(print)
 
 
 def main(argv: list[str]) -> None:
     """Trains, evaluates and samples; with ``dry_run=true`` only says what it would do."""
     settings = load_settings("llm", argv)
     with mistakes_of_settings():
+        check_limits(settings, LIMITS)
         config = TransformerConfig(vocab_size=settings.tokenizer.vocab_size, **settings.model)
         plan = make_plan(settings, config)
         strategy = CustomDDPStrategy.from_config(settings.strategy)
-        schedule = make_schedule(settings)
-    say(f"The plan\n{plan}")
+        schedule, throughput = make_schedule(settings), make_throughput(settings, config)
+    say(f"The plan\n{plan}\n{table([describe_output(settings)])}")
     if settings.dry_run:
         return
 
     chosen = settings.data
     corpus = find_corpus(chosen.path, list(chosen.patterns), chosen.max_bytes, chosen.validation_ratio)
     files = TokenFiles(corpus, config.vocab_size, chosen.cache_dir)
-    checkpoint = find_checkpoint(settings)
+    checkpoint = find_checkpoint(settings, describe_model(settings), plan.num_steps, "trainer.max_steps")
     say(f"The corpus\n{describe(corpus)}")
 
     pl.seed_everything(settings.seed, workers=True, verbose=False)
     model = LanguageModel(settings, config, files)
     if settings.compile:
         model.network.compile()  # in place: the names in checkpoints stay
-    throughput = Throughput(
-        config.block_size, "tokens", config.training_flops_per_token, settings.trainer.peak_flops_per_s
-    )
-    trainer = make_trainer(settings, strategy, [schedule, throughput])
+    trainer = make_trainer(settings, plan, strategy, [schedule, throughput])
     trainer.fit(model, TextData(settings, plan, files), ckpt_path=checkpoint)
 
-    say("The result")
-    say(f"  validation          {trainer.callback_metrics['val_bits_per_byte']:.4f} bits per byte; the entropy of its")
-    say(f"                      single bytes is {order0_bits_per_byte(corpus.validation):.4f}")
-    say(f"  training            {throughput.report(model.device) or 'too few steps to measure'}")
+    order0 = order0_bits_per_byte(corpus.validation)
+    result = [
+        ("validation", f"{trainer.callback_metrics['val_bits_per_byte']:.4f} bits per byte"),
+        ("without context", f"{order0:.4f} bits per byte at least: the entropy of the validation's single bytes"),
+        ("training", str(throughput.report() or "too few steps to measure")),
+    ]
+    say(f"The result\n{table(result)}")
     if trainer.is_global_zero and settings.sample.num_tokens:
         print(f"A sample\n{sample(model, settings.sample, settings.seed)}")
 
@@ -86,7 +91,7 @@ class LanguageModel(pl.LightningModule):
 
     def __init__(self, settings: DictConfig, config: TransformerConfig, files: TokenFiles) -> None:
         super().__init__()
-        self.save_hyperparameters({"model": OmegaConf.to_container(settings.model)})
+        self.save_hyperparameters({"model": describe_model(settings)})
         self.settings = settings
         self.files = files
         self.network = Transformer(config)
@@ -112,8 +117,7 @@ class LanguageModel(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Returns AdamW with decay groups; ``ScaleLearningRate`` moves its learning rate."""
-        chosen = self.settings.optimizer
-        return make_adamw(self.network, chosen.learning_rate, chosen.weight_decay, tuple(chosen.betas), chosen.eps)
+        return configure_adamw(self.network, self.settings)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keeps the tokenizer with the weights, which mean nothing without it."""
@@ -188,7 +192,7 @@ class TextData(pl.LightningDataModule):
         block_size = self.settings.model.block_size
         train = self.files.blocks("train", block_size, keep_tail=False)
         self.validation = self.files.blocks("validation", block_size, keep_tail=True)
-        step = self.plan.effective_batch_size
+        step = self.plan.batch.total
         for name, blocks, least in (("training", train, step), ("validation", self.validation, 1)):
             if blocks.num_targets < least * block_size:
                 raise SettingsError(
@@ -209,28 +213,48 @@ class TextData(pl.LightningDataModule):
         return self._loader(self.validation, shuffle=False)
 
     def _loader(self, blocks: Any, shuffle: bool) -> DataLoader[Any]:
-        num_workers = self.settings.data.num_workers
-        return DataLoader(
-            blocks,
-            self.plan.batch_size,
-            shuffle=shuffle,
-            num_workers=num_workers,
-            persistent_workers=num_workers > 0,
-            pin_memory=self.settings.trainer.accelerator != "cpu" and torch.cuda.is_available(),
-        )
+        return DataLoader(blocks, self.plan.batch.batch_size, shuffle=shuffle, **loader_options(self.settings))
 
 
 # ---------------------------------------------------------------------------------------------- trainer and the rest
 
 
+LIMITS: Limits = {
+    "seed": (0, 2**32 - 1),
+    "data.max_bytes": (0, math.inf),
+    "data.num_workers": (0, math.inf),
+    "tokenizer.vocab_size": (257, math.inf),
+    "model.rope_base": (1.0, math.inf),
+    "model.init_std": (0.0, math.inf),
+    "optimizer.learning_rate": (0.0, math.inf),
+    "optimizer.base_batch_size": (1, math.inf),
+    "optimizer.weight_decay": (0.0, math.inf),
+    "optimizer.eps": (0.0, math.inf),
+    "optimizer.warmup_steps": (0, math.inf),
+    "optimizer.final_ratio": (0.0, 1.0),
+    "optimizer.clip_norm": (0.0, math.inf),
+    "trainer.batch_size": (1, math.inf),
+    "trainer.accumulate": (1, math.inf),
+    "trainer.global_batch_size": (1, math.inf),
+    "trainer.max_steps": (1, math.inf),
+    "trainer.validate_every": (1, math.inf),
+    "trainer.log_every": (1, math.inf),
+    "trainer.peak_flops_per_s": (1.0, math.inf),
+    "sample.num_tokens": (0, math.inf),
+    "sample.temperature": (0.0, math.inf),
+    "sample.top_k": (0, math.inf),
+}
+"""Of each number in the settings; the network's sizes and the corpus check their own."""
+
+
 def make_plan(settings: DictConfig, config: TransformerConfig) -> Plan:
-    """Resolves the settings; the network is built on the meta device and takes no memory.
+    """Resolves the settings; network and optimizer are built on the meta device and take no memory.
 
     Raises:
         ValueError: settings that cannot be.
     """
     chosen = settings.trainer
-    if chosen.max_steps < 1 or chosen.validate_every < 1 or chosen.max_steps % chosen.validate_every:
+    if chosen.max_steps % chosen.validate_every:
         raise ValueError(
             explain(
                 "trainer.max_steps to be a multiple of trainer.validate_every, so that the end is validated and saved",
@@ -239,36 +263,50 @@ def make_plan(settings: DictConfig, config: TransformerConfig) -> Plan:
             )
         )
     with torch.device("meta"):
-        num_parameters = sum(parameter.numel() for parameter in Transformer(config).parameters())
-    processes = num_processes(chosen.accelerator, chosen.devices, chosen.num_nodes)
+        network = Transformer(config)
+    configure_adamw(network, settings)  # torch refuses here what is wrong with its numbers
+    batch = effective_batch(settings)
     precision = resolve_precision(chosen.precision, chosen.accelerator)
-    memory = memory_bytes(
-        num_parameters,
-        precision,
-        "adamw",
-        distributed=processes > 1,
-        gradient_as_bucket_view=bool(settings.strategy.gradient_as_bucket_view),
-        activations=config.activation_bytes(chosen.batch_size, 2 if "16" in precision else 4),
-    )
     plan = Plan(
         name=f"{config.num_layers} layers of width {config.dim}",
-        batch_size=chosen.batch_size,
-        num_processes=processes,
-        num_accumulated=chosen.accumulate,
+        batch=batch,
         learning_rate=settings.optimizer.learning_rate,
         num_steps=chosen.max_steps,
         num_warmup_steps=settings.optimizer.warmup_steps,
-        num_parameters=num_parameters,
+        num_parameters=count_parameters(network),
         precision=precision,
-        memory=memory,
+        memory=memory_bytes(
+            count_parameters(network),
+            precision,
+            "adamw",
+            distributed=batch.num_processes > 1,
+            gradient_as_bucket_view=bool(settings.strategy.gradient_as_bucket_view),
+            activations=config.activation_bytes(batch.batch_size, compute_dtype(precision).itemsize),
+        ),
         units_per_sample=config.block_size,
         unit="tokens",
     )
     base = settings.optimizer.base_batch_size
     if base is None:
         return plan
-    ratio = scale_ratio("sqrt", plan.effective_batch_size / base)
+    ratio = scale_ratio("sqrt", batch.total / base)
     return dataclasses.replace(plan, learning_rate=plan.learning_rate * ratio)
+
+
+def configure_adamw(network: Transformer, settings: DictConfig) -> torch.optim.AdamW:
+    """Returns the optimizer that the settings describe.
+
+    Raises:
+        ValueError: numbers that AdamW cannot use.
+    """
+    chosen = settings.optimizer
+    beta1, beta2 = chosen.betas
+    return make_adamw(network, chosen.learning_rate, chosen.weight_decay, (beta1, beta2), chosen.eps)
+
+
+def describe_model(settings: DictConfig) -> Any:
+    """Returns what must be equal in a run and in the checkpoint it continues."""
+    return OmegaConf.to_container(settings.model)
 
 
 def make_schedule(settings: DictConfig) -> ScaleLearningRate:
@@ -284,8 +322,16 @@ def make_schedule(settings: DictConfig) -> ScaleLearningRate:
     )
 
 
-def make_trainer(settings: DictConfig, strategy: CustomDDPStrategy, callbacks: list[Callback]) -> pl.Trainer:
-    """Returns the Trainer; its log is a CSV file, its newest checkpoint ``last.ckpt``, both in ``output_dir``."""
+def make_throughput(settings: DictConfig, config: TransformerConfig) -> Throughput:
+    """Returns what measures tokens per second."""
+    peak_flops_per_s = settings.trainer.peak_flops_per_s
+    return Throughput(config.block_size, "tokens", config.training_flops_per_token, peak_flops_per_s)
+
+
+def make_trainer(
+    settings: DictConfig, plan: Plan, strategy: CustomDDPStrategy, callbacks: list[Callback]
+) -> pl.Trainer:
+    """Returns the Trainer; its newest checkpoint is ``last.ckpt`` in ``output_dir``."""
     chosen = settings.trainer
     save = ModelCheckpoint(
         last_checkpoint(settings).parent,
@@ -294,57 +340,15 @@ def make_trainer(settings: DictConfig, strategy: CustomDDPStrategy, callbacks: l
         save_top_k=1,
         enable_version_counter=False,
     )
-    bar: list[Callback] = [TQDMProgressBar(refresh_rate=chosen.log_every)] if chosen.progress_bar else []
     return pl.Trainer(
-        accelerator=chosen.accelerator,
-        devices=chosen.devices,
-        num_nodes=chosen.num_nodes,
-        precision=resolve_precision(chosen.precision, chosen.accelerator),  # type: ignore[arg-type]
+        **trainer_options(settings, plan, [*callbacks, save]),
         strategy=strategy,
-        callbacks=[*default_callbacks(), *callbacks, save, *bar],
         max_steps=chosen.max_steps,
         max_epochs=-1,
-        accumulate_grad_batches=chosen.accumulate,
         gradient_clip_val=settings.optimizer.clip_norm or None,
-        val_check_interval=chosen.validate_every * chosen.accumulate,
+        val_check_interval=chosen.validate_every * plan.batch.num_accumulated,
         check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        log_every_n_steps=chosen.log_every,
-        logger=CSVLogger(settings.output_dir, name="logs"),
-        enable_progress_bar=chosen.progress_bar,
-        enable_model_summary=False,
     )
-
-
-def last_checkpoint(settings: DictConfig) -> Path:
-    """Returns where the newest checkpoint of a run is written."""
-    return Path(settings.output_dir) / "checkpoints" / "last.ckpt"
-
-
-def find_checkpoint(settings: DictConfig) -> Path | None:
-    """Returns the checkpoint to continue from, or ``None`` for a new run.
-
-    Raises:
-        SettingsError: there is none, it belongs to another model, or it has no step left to do.
-    """
-    if not settings.resume:
-        return None
-    path = last_checkpoint(settings) if settings.resume is True else Path(str(settings.resume))
-    if not path.is_file():
-        raise SettingsError(explain("resume= to name a checkpoint", f"{path}, which is no file", "Correct it"))
-    found = torch.load(path, map_location="meta", weights_only=True, mmap=True)
-    model, wanted = found.get("hyper_parameters", {}).get("model"), OmegaConf.to_container(settings.model)
-    if model != wanted:
-        raise SettingsError(explain(f"a checkpoint of the model {wanted}", f"{model}", "Give that run's settings"))
-    if found["global_step"] >= settings.trainer.max_steps:
-        raise SettingsError(
-            explain(
-                "trainer.max_steps beyond the checkpoint's step",
-                f"{settings.trainer.max_steps} and a checkpoint at {found['global_step']}",
-                "Raise trainer.max_steps, or leave resume out",
-            )
-        )
-    return path
 
 
 def describe(corpus: Corpus) -> str:
@@ -352,7 +356,7 @@ def describe(corpus: Corpus) -> str:
     rows = [("source", corpus.name)]
     for name, pieces in (("training", corpus.train), ("validation", corpus.validation)):
         rows.append((name, f"{sum(piece.num_bytes for piece in pieces):,} bytes in {len(pieces):,} documents"))
-    return "\n".join(f"  {label:<20}{text}" for label, text in rows)
+    return table(rows)
 
 
 def sample(model: LanguageModel, settings: DictConfig, seed: int) -> str:
@@ -371,17 +375,5 @@ def sample(model: LanguageModel, settings: DictConfig, seed: int) -> str:
     return text
 
 
-@contextlib.contextmanager
-def mistakes_of_settings() -> Any:
-    """Shows a value that a constructor refuses as what it is here: a mistake in the settings."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise SettingsError(str(error)) from error
-
-
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except SettingsError as mistake:
-        sys.exit(f"error: {mistake}")
+    run(main)

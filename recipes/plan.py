@@ -7,20 +7,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from ddp_plugin.errors import explain
+from ddp_plugin.learning_rate import EffectiveBatch, num_accumulated_for
 
-__all__ = ["Plan", "activation_bytes", "count_parameters", "memory_bytes", "num_processes", "resolve_precision"]
+__all__ = [
+    "Plan",
+    "activation_bytes",
+    "compute_dtype",
+    "count_parameters",
+    "effective_batch",
+    "memory_bytes",
+    "num_processes",
+    "resolve_precision",
+    "table",
+]
 
-# Bytes per parameter: (weight, gradient, copy of the weight that autocast makes for the forward and backward).
+# The type of a weight and its gradient, and the type that matrix products are computed in.
 _PRECISIONS = {
-    "64-true": (8, 8, 0),
-    "32-true": (4, 4, 0),
-    "bf16-mixed": (4, 4, 2),
-    "16-mixed": (4, 4, 2),
-    "bf16-true": (2, 2, 0),
-    "16-true": (2, 2, 0),
+    "64-true": (torch.float64, torch.float64),
+    "32-true": (torch.float32, torch.float32),
+    "bf16-mixed": (torch.float32, torch.bfloat16),
+    "16-mixed": (torch.float32, torch.float16),
+    "bf16-true": (torch.bfloat16, torch.bfloat16),
+    "16-true": (torch.float16, torch.float16),
 }
 # Tensors of the weight's size and type that an optimizer keeps for each parameter.
 _OPTIMIZER_TENSORS = {"adamw": 2, "sgd_momentum": 1, "sgd": 0}
@@ -32,9 +44,7 @@ class Plan:
 
     Attributes:
         name: the recipe and its model, in words.
-        batch_size: samples per process and micro-batch.
-        num_processes: processes over all nodes.
-        num_accumulated: micro-batches per optimizer step.
+        batch: samples of an optimizer step, over all processes.
         learning_rate: peak learning rate, after any scaling.
         num_steps: optimizer steps.
         num_warmup_steps: of these, steps with a rising learning rate.
@@ -46,9 +56,7 @@ class Plan:
     """
 
     name: str
-    batch_size: int
-    num_processes: int
-    num_accumulated: int
+    batch: EffectiveBatch
     learning_rate: float
     num_steps: int
     num_warmup_steps: int
@@ -59,14 +67,9 @@ class Plan:
     unit: str = "samples"
 
     @property
-    def effective_batch_size(self) -> int:
-        """Samples per optimizer step, over all processes."""
-        return self.batch_size * self.num_processes * self.num_accumulated
-
-    @property
     def units_per_step(self) -> int:
         """Tokens or images per optimizer step, over all processes."""
-        return self.effective_batch_size * self.units_per_sample
+        return self.batch.total * self.units_per_sample
 
     @property
     def num_units(self) -> int:
@@ -85,14 +88,19 @@ class Plan:
             ("model", f"{self.name}, {self.num_parameters:,} parameters, precision {self.precision}"),
             (
                 "effective batch",
-                f"{self.batch_size} per process x {self.num_processes} processes x {self.num_accumulated} accumulated"
-                f" = {self.effective_batch_size:,} samples{per_step}",
+                f"{self.batch.batch_size} per process x {self.batch.num_processes} processes x "
+                f"{self.batch.num_accumulated} accumulated = {self.batch.total:,} samples{per_step}",
             ),
             ("learning rate", f"{self.learning_rate:g} at its peak, after {self.num_warmup_steps:,} steps of warm-up"),
             ("length", f"{self.num_steps:,} steps, {self.num_units:,} {self.unit}"),
             ("memory per process", f"{_mib(self.memory_total_bytes)} at least ({parts})"),
         ]
-        return "\n".join(f"  {label:<20}{text}" for label, text in rows)
+        return table(rows)
+
+
+def table(rows: list[tuple[str, str]]) -> str:
+    """Puts labels and texts below each other."""
+    return "\n".join(f"  {label:<20}{text}" for label, text in rows)
 
 
 def _mib(num_bytes: int) -> str:
@@ -131,6 +139,31 @@ def num_processes(accelerator: str, devices: int | str, num_nodes: int) -> int:
     return devices * num_nodes
 
 
+def effective_batch(settings: DictConfig) -> EffectiveBatch:
+    """Returns the samples of an optimizer step; ``trainer.global_batch_size`` decides how much is accumulated for it.
+
+    Raises:
+        ValueError: ``trainer.accumulate`` is given too, the batch cannot be made up, or a count is below one.
+
+    Collectives:
+        None.
+    """
+    chosen = settings.trainer
+    processes = num_processes(chosen.accelerator, chosen.devices, chosen.num_nodes)
+    if chosen.global_batch_size is None:
+        return EffectiveBatch(chosen.batch_size, processes, chosen.accumulate)
+    if chosen.accumulate != 1:
+        raise ValueError(
+            explain(
+                "trainer.accumulate=1 beside trainer.global_batch_size, which decides it",
+                f"trainer.accumulate={chosen.accumulate} and trainer.global_batch_size={chosen.global_batch_size}",
+                "Give one of the two",
+            )
+        )
+    accumulated = num_accumulated_for(chosen.global_batch_size, chosen.batch_size, processes)
+    return EffectiveBatch(chosen.batch_size, processes, accumulated)
+
+
 def resolve_precision(precision: str, accelerator: str) -> str:
     """Returns the precision by Lightning's name; ``"auto"`` is bf16 on a GPU that has it and fp32 elsewhere.
 
@@ -147,6 +180,18 @@ def resolve_precision(precision: str, accelerator: str) -> str:
         known = ["auto", *_PRECISIONS]
         raise ValueError(explain(f"trainer.precision to be one of {known}", repr(precision), "Choose one of these"))
     return precision
+
+
+def compute_dtype(precision: str) -> torch.dtype:
+    """Returns the type of activations and matrix products in a resolved precision.
+
+    Raises:
+        KeyError: a precision that :func:`resolve_precision` would refuse.
+
+    Collectives:
+        None.
+    """
+    return _PRECISIONS[precision][1]
 
 
 def memory_bytes(
@@ -183,7 +228,9 @@ def memory_bytes(
     ):
         if value not in known:
             raise ValueError(explain(f"{name} to be one of {known}", repr(value), "Choose one of these"))
-    weight_bytes, gradient_bytes, autocast_bytes = _PRECISIONS[precision]
+    stored, computed = _PRECISIONS[precision]
+    weight_bytes = gradient_bytes = stored.itemsize
+    autocast_bytes = 0 if computed == stored else computed.itemsize  # copies for the forward and the backward
     has_buckets = distributed and not gradient_as_bucket_view
     return {
         "weights": num_parameters * weight_bytes,

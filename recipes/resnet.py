@@ -8,43 +8,58 @@ Read :func:`main` first. All settings are in ``conf/resnet.yaml``.
 """
 
 import math
-import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
 from classifier import ImageClassifier, ImageLoaders, Sizes, describe_model, make_network
-from images import ImageSplits, load_images
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities import rank_zero_only
-from omegaconf import DictConfig, OmegaConf
-from plan import Plan, activation_bytes, count_parameters, memory_bytes, num_processes, resolve_precision
+from images import ImageSplits
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from omegaconf import DictConfig
+from plan import (
+    Plan,
+    activation_bytes,
+    compute_dtype,
+    count_parameters,
+    effective_batch,
+    memory_bytes,
+    resolve_precision,
+    table,
+)
 from residual import training_flops
-from settings import SettingsError, load_settings
+from run import (
+    describe_output,
+    find_checkpoint,
+    last_checkpoint,
+    mistakes_of_settings,
+    run,
+    say,
+    trainer_options,
+)
+from settings import Limits, check_limits, load_settings
+from sources import load_images
 from throughput import Throughput
 from torch.nn import functional as F
 
-from ddp_plugin import ConvertSyncBatchNorm, CustomDDPStrategy, ScaleLearningRate, default_callbacks
+from ddp_plugin import ConvertSyncBatchNorm, CustomDDPStrategy, ScaleLearningRate
 from ddp_plugin.errors import DDPPluginError, explain
-
-say = rank_zero_only(print)
+from ddp_plugin.learning_rate import scale_ratio
 
 
 def main(argv: list[str]) -> None:
     """Trains, then measures the test images once; with ``dry_run=true`` only says what it would do."""
     settings = load_settings("resnet", argv)
-    try:  # all that can be wrong with the settings or the images, before anything is started
-        check_limits(settings)
+    with mistakes_of_settings():  # all that can be wrong with the settings or the images, before anything is started
+        check_limits(settings, LIMITS)
         splits = find_images(settings)
         sizes = Sizes.stated(settings) if splits is None else Sizes.of(splits)
         plan, flops_per_image = make_plan(settings, sizes)
         strategy = CustomDDPStrategy.from_config(settings.strategy)
         schedule, throughput = make_schedule(settings, plan), make_throughput(settings, flops_per_image)
-        checkpoint = find_checkpoint(settings, sizes, plan)
-    except (ImportError, TypeError, ValueError) as error:
-        raise SettingsError(str(error)) from error
-    say(f"The plan\n{plan}\n{describe(sizes, splits, flops_per_image)}")
+        model_name = describe_model(settings, sizes)
+        checkpoint = find_checkpoint(settings, model_name, plan.num_steps, "trainer.max_epochs")
+    rows = [*describe(sizes, splits, flops_per_image), describe_output(settings)]
+    say(f"The plan\n{plan}\n{table(rows)}")
     if splits is None or settings.dry_run:
         return
 
@@ -62,45 +77,40 @@ def main(argv: list[str]) -> None:
     num_correct, num_images = round(result["test/num_correct"]), round(result["test/num_images"])
     if num_images != len(splits.test):
         raise DDPPluginError(explain(f"{len(splits.test)} test images, each once", str(num_images), "Report this"))
-    say("The result")
-    say(f"  training            {throughput.report(model.device) or 'too few steps to measure'}")
-    say(f"  test accuracy       {num_correct / num_images:.2%} ({num_correct}/{num_images} images, each counted once)")
-    say(f"  test top-5          {result['test/top5']:.2%}")
+    measured = f"{num_correct / num_images:.2%} ({num_correct}/{num_images} images, each counted once)"
+    rows = [
+        ("training", str(throughput.report() or "too few steps to measure")),
+        ("test accuracy", measured),
+        ("test top-5", f"{result['test/top5']:.2%}"),
+    ]
     if splits.test_is_val:
-        say("  there is no folder test/, so these are the images of val/")
+        rows.append(("test images", "those of val/, because there is no folder test/"))
+    say(f"The result\n{table(rows)}")
 
 
 # ---------------------------------------------------------------------------------------------------- before the run
 
-LIMITS: dict[str, tuple[float, float]] = {
+LIMITS: Limits = {
+    "seed": (0, 2**32 - 1),
+    "data.num_classes": (1, math.inf),
+    "data.num_train_images": (1, math.inf),
     "data.image_size": (1, math.inf),
     "data.num_workers": (0, math.inf),
-    "optimizer.learning_rate": (0, math.inf),
+    "optimizer.learning_rate": (0.0, math.inf),
     "optimizer.base_batch_size": (1, math.inf),
-    "optimizer.momentum": (0, 1),
-    "optimizer.weight_decay": (0, math.inf),
-    "optimizer.label_smoothing": (0, 1),
-    "optimizer.warmup_epochs": (0, math.inf),
+    "optimizer.momentum": (0.0, 1.0),
+    "optimizer.weight_decay": (0.0, math.inf),
+    "optimizer.label_smoothing": (0.0, 1.0),
+    "optimizer.warmup_epochs": (0.0, math.inf),
     "trainer.batch_size": (1, math.inf),
     "trainer.accumulate": (1, math.inf),
+    "trainer.global_batch_size": (1, math.inf),
     "trainer.max_epochs": (1, math.inf),
     "trainer.log_every": (1, math.inf),
     "trainer.threads_per_process": (1, math.inf),
+    "trainer.peak_flops_per_s": (1.0, math.inf),
 }
-"""Smallest and largest value of each number in the settings; networks and images check their own."""
-
-
-def check_limits(settings: DictConfig) -> None:
-    """Refuses numbers that would only be refused in the middle of the start.
-
-    Raises:
-        ValueError: a number outside its limits.
-    """
-    for key, (lowest, highest) in LIMITS.items():
-        value = OmegaConf.select(settings, key)
-        if not lowest <= value <= highest:
-            limits = f"at least {lowest}" if highest == math.inf else f"between {lowest} and {highest}"
-            raise ValueError(explain(f"{key} to be {limits}", str(value), "Correct the value"))
+"""Of each number in the settings; networks and images check their own."""
 
 
 def find_images(settings: DictConfig) -> ImageSplits | None:
@@ -146,9 +156,9 @@ def make_plan(settings: DictConfig, sizes: Sizes) -> tuple[Plan, int]:
         ValueError: settings that cannot be.
     """
     chosen, optimizer = settings.trainer, settings.optimizer
-    processes = num_processes(chosen.accelerator, chosen.devices, chosen.num_nodes)
+    batch = effective_batch(settings)
     precision = resolve_precision(chosen.precision, chosen.accelerator)
-    per_epoch = steps_per_epoch(sizes.num_train, processes, chosen.batch_size, chosen.accumulate)
+    per_epoch = steps_per_epoch(sizes.num_train, batch.num_processes, batch.batch_size, batch.num_accumulated)
     num_steps = per_epoch * chosen.max_epochs
     if chosen.max_steps >= 0:
         num_steps = min(num_steps, chosen.max_steps)
@@ -165,17 +175,14 @@ def make_plan(settings: DictConfig, sizes: Sizes) -> tuple[Plan, int]:
         )
     with torch.device("meta"):
         network = make_network(settings, sizes)
-        images = torch.empty(chosen.batch_size, *sizes.image_shape, dtype=computes_in(precision))
-        labels = torch.empty(chosen.batch_size, dtype=torch.int64)
+        images = torch.empty(batch.batch_size, *sizes.image_shape, dtype=compute_dtype(precision))
+        labels = torch.empty(batch.batch_size, dtype=torch.int64)
     flops_per_image = training_flops(network, sizes.image_shape)
     network.to(images.dtype)  # as autocast does, but for the norms' few parameters
     plan = Plan(
         name=f"{settings.model.name} on {settings.data.name}, {sizes.num_classes} classes",
-        batch_size=chosen.batch_size,
-        num_processes=processes,
-        num_accumulated=chosen.accumulate,
-        learning_rate=optimizer.learning_rate
-        * (chosen.batch_size * processes * chosen.accumulate / optimizer.base_batch_size),
+        batch=batch,
+        learning_rate=optimizer.learning_rate * scale_ratio("linear", batch.total / optimizer.base_batch_size),
         num_steps=num_steps,
         num_warmup_steps=num_warmup_steps,
         num_parameters=count_parameters(network),
@@ -184,7 +191,7 @@ def make_plan(settings: DictConfig, sizes: Sizes) -> tuple[Plan, int]:
             count_parameters(network),
             precision,
             "sgd_momentum" if optimizer.momentum else "sgd",
-            distributed=processes > 1,
+            distributed=batch.num_processes > 1,
             gradient_as_bucket_view=bool(settings.strategy.gradient_as_bucket_view),
             activations=activation_bytes(network, lambda: F.cross_entropy(network(images), labels)),
         ),
@@ -211,12 +218,6 @@ def steps_per_epoch(num_images: int, num_ranks: int, batch_size: int, num_accumu
     return math.ceil(num_batches / num_accumulated)  # Lightning steps at the end of an epoch too
 
 
-def computes_in(precision: str) -> torch.dtype:
-    """Returns the type of the activations in a resolved precision."""
-    bits = precision.partition("-")[0]
-    return {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32, "64": torch.float64}[bits]
-
-
 # ------------------------------------------------------------------------------------------------------- the run itself
 
 
@@ -232,25 +233,21 @@ def make_schedule(settings: DictConfig, plan: Plan) -> ScaleLearningRate:
         warmup_steps=plan.num_warmup_steps,
         warmup_from=settings.optimizer.warmup_from if plan.num_warmup_steps else "zero",
         schedule="cosine",
+        total_steps=plan.num_steps,  # so that a longer run than its checkpoint's ends where its own plan says
     )
 
 
 def make_throughput(settings: DictConfig, flops_per_image: int) -> Throughput:
-    """Returns what measures images per second.
-
-    Raises:
-        ValueError: a peak that is not positive.
-    """
+    """Returns what measures images per second."""
     return Throughput(unit="images", flops_per_unit=flops_per_image, peak_flops_per_s=settings.trainer.peak_flops_per_s)
 
 
 def make_trainer(
     settings: DictConfig, plan: Plan, strategy: CustomDDPStrategy, measuring: list[Callback]
 ) -> pl.Trainer:
-    """Returns the Trainer; its log is a CSV file, its checkpoints ``last`` and ``best``, all in ``output_dir``."""
+    """Returns the Trainer; its checkpoints are ``last.ckpt`` and ``best.ckpt`` in ``output_dir``."""
     chosen, folder = settings.trainer, last_checkpoint(settings).parent
     callbacks: list[Callback] = [
-        *default_callbacks(),
         *measuring,
         LearningRateMonitor("step"),
         ModelCheckpoint(folder, filename="last", enable_version_counter=False, save_on_train_epoch_end=True),
@@ -265,73 +262,26 @@ def make_trainer(
     ]
     if settings.sync_batchnorm:
         callbacks.append(ConvertSyncBatchNorm())
-    if chosen.progress_bar:
-        callbacks.append(TQDMProgressBar(refresh_rate=chosen.log_every))
     return pl.Trainer(
-        accelerator=chosen.accelerator,
-        devices=chosen.devices,
-        num_nodes=chosen.num_nodes,
-        precision=plan.precision,  # type: ignore[arg-type]
+        **trainer_options(settings, plan, callbacks),
         strategy=strategy,
-        callbacks=callbacks,
         max_epochs=chosen.max_epochs,
         max_steps=chosen.max_steps,
-        accumulate_grad_batches=chosen.accumulate,
-        num_sanity_val_steps=0,
-        log_every_n_steps=chosen.log_every,
-        logger=CSVLogger(settings.output_dir, name="logs"),
-        enable_progress_bar=chosen.progress_bar,
-        enable_model_summary=False,
         benchmark=chosen.accelerator != "cpu",  # batches have one shape: let cuDNN search for its fastest kernels
     )
 
 
-def last_checkpoint(settings: DictConfig) -> Path:
-    """Returns where the newest checkpoint of a run is written."""
-    return Path(settings.output_dir) / "checkpoints" / "last.ckpt"
-
-
-def find_checkpoint(settings: DictConfig, sizes: Sizes, plan: Plan) -> Path | None:
-    """Returns the checkpoint to continue from, or ``None`` for a new run.
-
-    Raises:
-        SettingsError: there is none, it belongs to another model, or it has no step left to do.
-    """
-    if not settings.resume:
-        return None
-    path = last_checkpoint(settings) if settings.resume is True else Path(str(settings.resume))
-    if not path.is_file():
-        raise SettingsError(explain("resume= to name a checkpoint", f"{path}, which is no file", "Correct it"))
-    found = torch.load(path, map_location="meta", weights_only=True, mmap=True)
-    model, wanted = found["hyper_parameters"]["model"], describe_model(settings, sizes)
-    if model != wanted:
-        raise SettingsError(explain(f"a checkpoint of the model {wanted}", f"{model}", "Give that run's settings"))
-    if found["global_step"] >= plan.num_steps:
-        raise SettingsError(
-            explain(
-                "a run longer than its checkpoint",
-                f"{plan.num_steps} steps and a checkpoint at {found['global_step']}",
-                "Raise trainer.max_epochs, or leave resume out",
-            )
-        )
-    return path
-
-
-def describe(sizes: Sizes, splits: ImageSplits | None, flops_per_image: int) -> str:
+def describe(sizes: Sizes, splits: ImageSplits | None, flops_per_image: int) -> list[tuple[str, str]]:
     """Says what is trained on and what an image costs."""
     channels, height, width = sizes.image_shape
     held_out = (
         "as the settings state" if splits is None else f"{len(splits.val):,} to validate, {len(splits.test):,} to test"
     )
-    rows = [
+    return [
         ("images", f"{sizes.num_train:,} to train, {held_out}; {channels} x {height} x {width}"),
         ("arithmetic", f"{flops_per_image / 1e9:,.4g} GFLOP per image, forward and backward"),
     ]
-    return "\n".join(f"  {label:<20}{text}" for label, text in rows)
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except SettingsError as mistake:
-        sys.exit(f"error: {mistake}")
+    run(main)

@@ -5,8 +5,9 @@ then the overrides. The first file is the law: a key it does not list is refused
 """
 
 import difflib
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from omegaconf.errors import OmegaConfBaseException
 from ddp_plugin import StrategyConfig
 from ddp_plugin.errors import explain
 
-__all__ = ["CONF", "SettingsError", "load_settings"]
+__all__ = ["CONF", "Limits", "SettingsError", "check_limits", "load_settings"]
 
 CONF = Path(__file__).resolve().parent / "conf"
+
+Limits = Mapping[str, tuple[float, float]]
+"""Smallest and largest value by key; where the smallest is an integer, the value has to be one."""
 
 
 class SettingsError(ValueError):
@@ -63,6 +67,30 @@ def load_settings(recipe: str, argv: list[str], folder: Path = CONF) -> DictConf
         if key != "config":
             settings = _changed(settings, base, _dotted(key, text), f"{key}={text}")
     return settings
+
+
+def check_limits(settings: DictConfig, limits: Limits) -> None:
+    """Refuses numbers that would only be refused, or misunderstood, once a run has started; ``null`` passes.
+
+    Raises:
+        SettingsError: a value that is no number, not finite, or outside its limits.
+
+    Collectives:
+        None.
+    """
+    for key, (lowest, highest) in limits.items():
+        value = OmegaConf.select(settings, key)
+        if value is None:
+            continue
+        kind = int if isinstance(lowest, int) else (int, float)
+        is_number = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
+        if is_number and lowest <= value <= highest:
+            continue
+        noun = "an integer" if kind is int else "a number"
+        bounds = f"at least {lowest}" if highest == math.inf else f"between {lowest} and {highest}"
+        raise SettingsError(
+            explain(f"{key} to be {bounds if is_number else f'{noun}, {bounds}'}", repr(value), "Correct the value")
+        )
 
 
 def _split(argument: str) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from plan import compute_dtype
 from torch import Tensor
 
 from ddp_plugin.errors import explain
@@ -28,7 +29,7 @@ class ThroughputReport:
         utilisation_ratio: the same as a part of the peak of all processes.
         peak_flops_per_s: that peak, of one process.
         is_peak_measured: whether it was measured here instead of taken from a data sheet.
-        peak_memory_bytes: of this process: the allocator's peak on CUDA, the resident set's elsewhere.
+        peak_memory_bytes: of this process, read while it trains: the allocator's peak on CUDA, else the resident set's.
         step_s: seconds per micro-batch.
     """
 
@@ -56,7 +57,7 @@ class Throughput(Callback):
 
     Logged every ``trainer.log_every_n_steps`` steps, over the steps since the last time: ``<unit>_per_s`` (in the
     progress bar), ``model_flop_utilisation`` and ``peak_memory_mb`` of rank 0. The time spent in validation is taken
-    out. The device is only waited for at those steps, so nothing is added to the others.
+    out. The device is only waited for at the end of those steps, so nothing is added to the others.
 
     Model FLOP utilisation counts the arithmetic of the model's definition, forward and twice that for the backward,
     never recomputation (Chowdhery et al. 2022, "PaLM", appendix B).
@@ -102,40 +103,46 @@ class Throughput(Callback):
         self._clock = _Clock()
         self._last: tuple[int, int, float] = (0, 0, 0.0)
         self._world_size = 1
+        self._step = 0
+        self._device = torch.device("cpu")
         self._peak_flops_per_s = 0.0
+        self._peak_memory_bytes = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Starts anew for this fit."""
         self._num_seen, self._clock, self._last = 0, _Clock(), (0, 0, 0.0)
-        self._world_size = trainer.world_size
+        self._world_size, self._step = trainer.world_size, trainer.global_step
+        self._device = pl_module.device
         self._peak_flops_per_s = self.peak_flops_per_s or measured_peak_flops_per_s(
-            pl_module.device, _matmul_dtype(str(trainer.precision))
+            self._device, compute_dtype(str(trainer.precision))
         )
-        if pl_module.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(pl_module.device)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the batch; waits for the device and logs at the steps where the Trainer logs."""
+        """Counts the batch; waits for the device and logs after the steps where the Trainer logs."""
         self._num_seen += 1
+        is_step_done, self._step = trainer.global_step != self._step, trainer.global_step
         if self._num_seen <= self.num_skipped:
             return
         if self._num_seen == self.num_skipped + 1:  # this batch ends the skipped part and starts the measured one
-            _wait_for(pl_module.device)
+            _wait_for(self._device)
             self._clock.start()
             return
         self._clock.count(num_samples(batch))
         is_last = trainer.global_step >= trainer.max_steps > 0
         log_every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
-        if trainer.global_step % log_every_n_steps and not is_last:
+        if not is_step_done or (trainer.global_step % log_every_n_steps and not is_last):
             return
-        _wait_for(pl_module.device)
+        _wait_for(self._device)
         self._clock.read()
+        self._peak_memory_bytes = peak_memory_bytes(self._device)
         now = self._clock.num_samples, self._clock.num_batches, self._clock.elapsed_s
         before, self._last = self._last, now
         if now[2] > before[2]:
-            window = self._report(now[0] - before[0], now[1] - before[1], now[2] - before[2], pl_module.device)
+            window = self._report(now[0] - before[0], now[1] - before[1], now[2] - before[2])
             pl_module.log(f"{self.unit}_per_s", window.units_per_s, prog_bar=True, rank_zero_only=True)
             pl_module.log("peak_memory_mb", window.peak_memory_bytes / 2**20, rank_zero_only=True)
             pl_module.log("model_flop_utilisation", window.utilisation_ratio, rank_zero_only=True)
@@ -143,22 +150,20 @@ class Throughput(Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stops the clock."""
         if self._clock.is_running:
-            _wait_for(pl_module.device)
+            _wait_for(self._device)
             self._clock.pause()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Lets the clock run again."""
         if self._clock.is_paused:
-            _wait_for(pl_module.device)
+            _wait_for(self._device)
             self._clock.start()
 
-    def report(self, device: torch.device | str = "cpu") -> ThroughputReport | None:
+    def report(self) -> ThroughputReport | None:
         """Returns the means over all measured steps, or ``None`` where there were too few to measure."""
-        if self._last[2] <= 0:
-            return None
-        return self._report(*self._last, torch.device(device))
+        return self._report(*self._last) if self._last[2] > 0 else None
 
-    def _report(self, num_local: int, num_batches: int, elapsed_s: float, device: torch.device) -> ThroughputReport:
+    def _report(self, num_local: int, num_batches: int, elapsed_s: float) -> ThroughputReport:
         units_per_s = num_local * self.units_per_sample * self._world_size / elapsed_s
         flops_per_s = units_per_s * self.flops_per_unit
         return ThroughputReport(
@@ -168,7 +173,7 @@ class Throughput(Callback):
             utilisation_ratio=flops_per_s / (self._peak_flops_per_s * self._world_size),
             peak_flops_per_s=self._peak_flops_per_s,
             is_peak_measured=self.peak_flops_per_s is None,
-            peak_memory_bytes=peak_memory_bytes(device),
+            peak_memory_bytes=self._peak_memory_bytes,
             step_s=elapsed_s / num_batches,
         )
 
@@ -251,12 +256,6 @@ def measured_peak_flops_per_s(
         _wait_for(device)
         fastest_s = min(fastest_s, time.perf_counter() - begin)
     return 2.0 * size**3 / fastest_s
-
-
-def _matmul_dtype(precision: str) -> torch.dtype:
-    if "bf16" in precision:
-        return torch.bfloat16
-    return {"16": torch.float16, "64": torch.float64}.get(precision.split("-")[0], torch.float32)
 
 
 def _wait_for(device: torch.device) -> None:

@@ -15,6 +15,8 @@ PACKAGE = ROOT / "ddp_plugin"
 # A module imports only modules above it. docs/tour.md tells the story in the same order.
 STORY = (
     "errors",
+    "forwarding",
+    "evaluation",
     "_compat",
     "config",
     "process_group",
@@ -29,7 +31,6 @@ STORY = (
     "lockstep",
     "epochs",
     "seeding",
-    "evaluation",
     "ghost",
     "predictions",
     "batchnorm.kernels",

@@ -15,7 +15,7 @@ from tests.benchmarks.training import require_equal
 from tests.harness import ROOT
 
 NAMED = {
-    "evaluation": ["tiny MLP, 128 samples", "tiny MLP, 96 samples", "large MLP, 256 samples", "large MLP, 192 samples"],
+    "evaluation": ["tiny MLP, 96 samples", "large MLP, 192 samples"],
     "training step / Lightning": ["CustomDDPStrategy", "+ PerRankSeed", "+ default_callbacks()"],
     "training step / plain torch": ["Lightning's DDPStrategy", "CustomDDPStrategy", "+ default_callbacks()"],
     "training step with comm_hook": list(HOOKS),

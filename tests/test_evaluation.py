@@ -1,6 +1,7 @@
 """Combining what ranks logged; a step that leaves no trace; loaders kept in step."""
 
 import math
+from collections import deque
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torchmetrics import CatMetric, MeanMetric
 
-from ddp_plugin.evaluation import EvaluationRecord, combine_logged
+from ddp_plugin.evaluation import EvaluationRecord, combine_logged, merge_states
 from ddp_plugin.gather import gather_objects
 from ddp_plugin.ghost import ModuleSnapshot, metrics_of
 from ddp_plugin.lockstep import LockstepLoader
@@ -29,6 +30,26 @@ def test_combining_equals_the_whole() -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "max", "min"])
 def test_a_nan_stays_visible_wherever_it_stands(reduction: str, order: list[float]) -> None:
     assert math.isnan(combine_logged(reduction, [(value, 1.0) for value in order]))
+
+
+def test_states_are_merged_as_one_process_holds_them() -> None:
+    def summed(stacked: torch.Tensor) -> torch.Tensor:
+        return stacked.sum(0)
+
+    one, two = torch.tensor([1.0, 2.0]), torch.tensor([4.0])
+    reductions = {"total": summed, "kept": None, "seen": None, "joined": lambda tensors: torch.cat(tensors)}
+    states = [
+        (2, {"total": torch.tensor(3.0), "kept": torch.tensor(5.0), "seen": [one], "joined": [one]}),
+        (0, {"total": torch.tensor(9.0), "kept": torch.tensor(9.0), "seen": [], "joined": []}),
+        (1, {"total": torch.tensor(4.0), "kept": torch.tensor(6.0), "seen": [two], "joined": [two]}),
+    ]
+    merged = merge_states(states, reductions)
+    assert merged["total"].item() == 7.0
+    assert merged["kept"].tolist() == [5.0, 6.0]
+    assert [tensor.tolist() for tensor in merged["seen"]] == [[1.0, 2.0], [4.0]]
+    assert merged["joined"].tolist() == [1.0, 2.0, 4.0]
+    assert merge_states(states[:2], reductions)["kept"].item() == 5.0  # one contributor: nothing is stacked
+    assert merge_states(states[1:2], reductions) == {}
 
 
 def test_a_mean_of_nothing_is_nan_and_an_unknown_reduction_raises() -> None:
@@ -52,6 +73,7 @@ class Holder(nn.Module):
         self.mean, self.cat = MeanMetric(), CatMetric()
         self.numbers: list[int] = [1]
         self.table: dict[str, list[int]] = {"a": [1]}
+        self.recent = deque([torch.ones(1)], maxlen=3)
         self.names = {"x"}
         self.count, self.total, self.note = 3, torch.ones(2), None
         self.register_buffer("running", torch.ones(2))
@@ -78,6 +100,9 @@ def test_a_snapshot_puts_everything_back() -> None:
     holder.cat.update(torch.tensor([9.0, 8.0]))
     holder.numbers.append(2)
     holder.table["b"] = []
+    holder.table["a"].append(7)
+    holder.recent.append(torch.zeros(1))
+    holder.recent[0] += 1
     holder.names.add("y")
     holder.count += 1
     holder.total += 1

@@ -208,6 +208,23 @@ def test_equals_one_process_for_every_length_and_batch_size(world_size: int, syn
     assert num_checked == (len(LENGTHS) - 1) * len(BATCH_SIZES)
 
 
+@ranks(1, 2, 3, 4, init=False, timeout_s=150)
+def test_equals_one_process_for_every_length_and_batch_size_shuffled() -> None:
+    run = trainer(callbacks=[ExactEvaluation()])
+    num_checked = 0
+    for length in LENGTHS[1:]:
+        for batch_size in BATCH_SIZES:
+            loaders = [
+                DataLoader(Numbers(length), batch_size, shuffle=True, generator=torch.Generator().manual_seed(length))
+                for _ in range(2)
+            ]
+            module = Probe()
+            run.validate(module, loaders[0], verbose=False)
+            check(module, run.callback_metrics, [batch[0].tolist() for batch in loaders[1]])  # plain torch, one process
+            num_checked += 1
+    assert num_checked == (len(LENGTHS) - 1) * len(BATCH_SIZES)
+
+
 @ranks(2, init=False)
 def test_without_the_callback_the_numbers_are_wrong() -> None:
     module = Probe(sync_dist=True)
@@ -228,14 +245,16 @@ def test_with_workers_in_validate_and_test(num_workers: int, test_stage: bool) -
         check(module, run.callback_metrics, batches_of_one_process(9, 2))
 
 
-@ranks(1, 2, 3, init=False)
-def test_inside_fit_with_a_sanity_check_and_batchnorm() -> None:
-    module, evaluation = Probe(), ExactEvaluation()
-    run = trainer(callbacks=[evaluation], max_epochs=2, num_sanity_val_steps=2)
-    train = DataLoader(Numbers(12), batch_size=2)
-    run.fit(module, train, DataLoader(Numbers(7), batch_size=3))
-    check(module, run.callback_metrics, batches_of_one_process(7, 3))
-    assert evaluation.records[0].stage == "validate"
+@ranks(1, 2, 3, init=False, timeout_s=120)
+@pytest.mark.parametrize("num_sanity_val_steps", [0, 2, -1])
+def test_inside_fit_with_a_sanity_check_and_batchnorm(num_sanity_val_steps: int) -> None:
+    for length, batch_size in [(1, 1), (1, 4), (2, 1), (5, 2), (7, 3), (9, 4), (64, 64)]:
+        module, evaluation = Probe(), ExactEvaluation()
+        run = trainer(callbacks=[evaluation], max_epochs=2, num_sanity_val_steps=num_sanity_val_steps)
+        train = DataLoader(Numbers(12), batch_size=2)
+        run.fit(module, train, DataLoader(Numbers(length), batch_size=batch_size))
+        check(module, run.callback_metrics, batches_of_one_process(length, batch_size))
+        assert evaluation.records[0].stage == "validate"
 
 
 # ------------------------------------------------------------------------------------------------- orders and samplers
@@ -373,6 +392,75 @@ def test_loaders_side_by_side_keep_their_pairing_or_are_refused() -> None:
     loaders["b"] = DataLoader(Numbers(9), batch_size=2)
     with pytest.raises(ValueError, match=r"\[3, 5\] batches"):
         run.validate(module, CombinedLoader(loaders, "min_size"), verbose=False)
+
+
+def test_loaders_side_by_side_on_one_process_are_left_to_lightning() -> None:
+    run = pl.Trainer(
+        accelerator="cpu", devices=1, logger=False, callbacks=[ExactEvaluation()], enable_progress_bar=False
+    )
+
+    class Steps(Probe):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.num_steps += 1
+
+        def on_validation_epoch_end(self) -> None:
+            self.finished = {"num_steps": self.num_steps}
+
+    module = Steps()
+    loaders = {"a": DataLoader(Numbers(5), batch_size=1), "b": DataLoader(Numbers(2), batch_size=1)}
+    run.validate(module, CombinedLoader(loaders, "min_size"), verbose=False)
+    assert module.finished["num_steps"] == 2
+
+
+class Tuples(Sampler[Any]):
+    """Indices that are tuples, for a loader without batching."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(0, 3), (1, 4), (2, 5)])
+
+    def __len__(self) -> int:
+        return 3
+
+
+class ByTuple(Numbers):
+    def __getitem__(self, index: Any) -> tuple[int, Tensor]:
+        assert type(index) is tuple
+        return index[1], NUMBERS[index[1]]
+
+
+@ranks(1, 2, init=False)
+def test_indices_of_any_kind_reach_the_dataset_as_they_are() -> None:
+    class Single(Probe):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.evaluate((torch.tensor([batch[0]]), batch[1][None]), 0)
+
+    evaluation = ExactEvaluation()
+    module, run = Single(), trainer(callbacks=[evaluation])
+    run.validate(module, DataLoader(ByTuple(9), sampler=Tuples(), batch_size=None), verbose=False)
+    check(module, run.callback_metrics, [[3], [4], [5]])
+    assert evaluation.records[0].num_samples == 3
+
+
+@ranks(1, 2, init=False)
+def test_batches_that_are_tensors_count_their_samples() -> None:
+    batches = [torch.tensor([4, 2, 0]), torch.tensor([1, 3])]
+    evaluation = ExactEvaluation()
+    module, run = Probe(), trainer(callbacks=[evaluation])
+    run.validate(module, DataLoader(Numbers(5), batch_sampler=batches), verbose=False)  # type: ignore[arg-type]
+    check(module, run.callback_metrics, [batch.tolist() for batch in batches])
+    assert evaluation.records[0].num_samples == 5
+
+
+@ranks(2, init=False)
+def test_a_distributed_sampler_of_the_users_own_class_is_the_users_business() -> None:
+    class Own(DistributedSampler[Any]):
+        pass
+
+    world_size, rank_of_this = (int(__import__("os").environ[name]) for name in ("WORLD_SIZE", "RANK"))
+    sampler = Own(Numbers(8), world_size, rank_of_this, shuffle=False)
+    module, run = Probe(), trainer(callbacks=[ExactEvaluation()], use_distributed_sampler=False)
+    run.validate(module, DataLoader(Numbers(8), batch_size=2, sampler=sampler), verbose=False)
+    check(module, run.callback_metrics, [[0, 2], [4, 6], [1, 3], [5, 7]])
 
 
 @ranks(1, 2, 3, init=False)

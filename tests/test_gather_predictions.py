@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ddp_plugin import GatherPredictions
-from ddp_plugin.predictions import Predictions, read_predictions, split_batch
+from ddp_plugin.predictions import Predictions, PredictionWriter, read_predictions, split_batch
 from tests.harness import ranks, trainer
 from tests.test_exact_evaluation import EveryThird, Numbers, Stream, _loader
 
@@ -141,6 +142,30 @@ def test_streaming_to_disk(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="no predictions in"):
         trainer(callbacks=[GatherPredictions(output_dir=folder)]).predict(Plain(), loader)
     assert same([output for _, output in read], [output for _, output in read_predictions(folder)])
+
+
+def test_one_process_streams_to_its_end_under_any_strategy(tmp_path: Path) -> None:
+    class Plain(Predicts):
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            return {key: value for key, value in predict(batch).items() if key != "pair"}
+
+    gather = GatherPredictions(output_dir=str(tmp_path / "out"), chunk_size=4)
+    run = pl.Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[gather], enable_progress_bar=False)
+    loader = DataLoader(Numbers(9), batch_size=2)
+    run.predict(Plain(), loader)
+    assert [indices for indices, _ in read_predictions(str(tmp_path / "out"))] == [b[0].tolist() for b in loader]
+    in_memory = GatherPredictions()
+    run = pl.Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[in_memory], enable_progress_bar=False)
+    run.predict(Plain(), loader)
+    assert len(in_memory.predictions[0].samples()) == 9
+
+
+def test_what_could_not_be_read_back_is_refused_at_the_first_batch(tmp_path: Path) -> None:
+    writer = PredictionWriter(str(tmp_path), 0, 8)
+    for output in (Pair(torch.ones(1), ["a"]), np.ones(2), [{"x": np.float32(1)}], object()):
+        with pytest.raises(TypeError, match="because they go to files"):
+            writer.add(0, [0], output)
+    writer.add(0, [0], {"a": [torch.ones(1), (1, "x", None, True, b"y", 2.5)]})
 
 
 def test_incomplete_files_are_not_read(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """What both recipes stand on: settings, plan, parameter groups, throughput."""
 
 import math
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,14 +12,26 @@ from typing import Any
 import pytest
 import throughput as throughput_module
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from optimizer import decay_groups, make_adamw, make_sgd
-from plan import Plan, activation_bytes, count_parameters, memory_bytes, num_processes, resolve_precision
-from settings import SettingsError, load_settings
+from plan import (
+    Plan,
+    activation_bytes,
+    compute_dtype,
+    count_parameters,
+    effective_batch,
+    memory_bytes,
+    num_processes,
+    resolve_precision,
+)
+from progress import StepBar
+from settings import SettingsError, check_limits, load_settings
 from throughput import Throughput, measured_peak_flops_per_s, num_samples, peak_memory_bytes
 from torch import nn
 
 from ddp_plugin import CustomDDPStrategy
+from ddp_plugin.learning_rate import EffectiveBatch
+from tests.harness import ROOT
 
 # --------------------------------------------------------------------------------------------------------- settings
 
@@ -103,15 +118,40 @@ def test_the_strategy_section_builds_the_strategy(folder: Path) -> None:
     assert strategy.comm_hook.name == "bf16"
 
 
+LIMITS = {"num": (1, math.inf), "rate": (0.0, 1.0), "nothing": (1, 9), "part.inner.width": (8, 8)}
+
+
+def test_numbers_at_their_limits_pass(folder: Path) -> None:
+    for arguments in ([], ["num=1", "rate=0"], ["rate=1.0", "nothing=9"], ["nothing=null"]):
+        check_limits(load_settings("toy", arguments, folder), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("num=0", "Expected num to be at least 1. Got 0."),
+        ("rate=-0.1", "Expected rate to be between 0.0 and 1.0. Got -0.1."),
+        ("rate=.nan", "rate to be a number"),
+        ("rate=.inf", "rate to be a number"),
+        ("nothing=10", "nothing to be between 1 and 9"),
+        ("nothing=1.5", "nothing to be an integer, between 1 and 9"),
+        ("nothing=few", "nothing to be an integer, between 1 and 9. Got 'few'"),
+        ("nothing=true", "nothing to be an integer, between 1 and 9. Got True"),
+        ("part.inner.width=9", "part.inner.width to be between 8 and 8"),
+    ],
+)
+def test_numbers_beyond_their_limits_are_refused(folder: Path, argument: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        check_limits(load_settings("toy", [argument], folder), LIMITS)
+
+
 # ------------------------------------------------------------------------------------------------------------- plan
 
 
 def _plan(**changes: Any) -> Plan:
     values: dict[str, Any] = {
         "name": "toy",
-        "batch_size": 4,
-        "num_processes": 8,
-        "num_accumulated": 8,
+        "batch": EffectiveBatch(4, 8, 8),
         "learning_rate": 0.1,
         "num_steps": 10,
         "num_warmup_steps": 2,
@@ -126,7 +166,7 @@ def _plan(**changes: Any) -> Plan:
 
 def test_effective_batch_and_length() -> None:
     plan = _plan()
-    assert (plan.effective_batch_size, plan.units_per_step, plan.num_units) == (256, 32_768, 327_680)
+    assert (plan.batch.total, plan.units_per_step, plan.num_units) == (256, 32_768, 327_680)
     text = str(plan)
     for part in (
         "4 per process x 8 processes x 8 accumulated = 256 samples = 32,768 tokens",
@@ -165,6 +205,28 @@ def test_activations_of_a_model_worked_out_by_hand() -> None:
     assert activation_bytes(model, lambda: model(inputs).sum()) == 4 * (5 * 8 + 5 * 16)
 
 
+def _batch(**changes: Any) -> EffectiveBatch:
+    chosen = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "num_nodes": 3,
+        "batch_size": 4,
+        "accumulate": 1,
+        "global_batch_size": None,
+    }
+    return effective_batch(OmegaConf.create({"trainer": chosen | changes}))
+
+
+def test_accumulation_follows_from_the_global_batch() -> None:
+    assert _batch(accumulate=5) == EffectiveBatch(4, 6, 5)
+    assert _batch(global_batch_size=24) == EffectiveBatch(4, 6, 1)
+    assert _batch(global_batch_size=96) == EffectiveBatch(4, 6, 4)
+    with pytest.raises(ValueError, match=r"a multiple of 4 per process x 6 processes. Got 95. Choose 72 or 96"):
+        _batch(global_batch_size=95)
+    with pytest.raises(ValueError, match=r"trainer.accumulate=1 beside trainer.global_batch_size"):
+        _batch(global_batch_size=96, accumulate=4)
+
+
 def test_number_of_processes() -> None:
     assert num_processes("cpu", 2, 3) == 6
     assert num_processes("cpu", -1, 1) == 1
@@ -176,6 +238,8 @@ def test_number_of_processes() -> None:
 def test_precision() -> None:
     assert resolve_precision("auto", "cpu") == "32-true"
     assert resolve_precision("bf16-mixed", "cpu") == "bf16-mixed"
+    computed = {name: compute_dtype(name) for name in ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true")}
+    assert list(computed.values()) == [torch.float32, torch.bfloat16, torch.float16, torch.bfloat16, torch.float64]
     with pytest.raises(ValueError, match=r"trainer\.precision to be one of"):
         resolve_precision("bf17", "cpu")
     with pytest.raises(ValueError, match="optimizer to be one of"):
@@ -275,12 +339,51 @@ def test_throughput_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "160 tokens/s" in str(report)
 
 
+def test_only_a_step_that_is_logged_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, waited_at = _Time(), []
+    monkeypatch.setattr(throughput_module, "time", clock)
+    trainer: Any = SimpleNamespace(world_size=1, precision="32-true", global_step=0, max_steps=-1, log_every_n_steps=3)
+    module: Any = SimpleNamespace(device=torch.device("cpu"), log=lambda *_, **__: None)
+    meter = Throughput(peak_flops_per_s=1.0, num_skipped=0)
+    meter.on_train_start(trainer, module)
+    for micro in range(1, 29):  # seven steps of four micro-batches
+        monkeypatch.setattr(throughput_module, "_wait_for", lambda _, micro=micro: waited_at.append(micro))
+        clock.now_s += 2.0
+        trainer.global_step = micro // 4
+        meter.on_train_batch_end(trainer, module, None, torch.zeros(5), micro - 1)
+    assert waited_at == [1, 12, 24]  # the start of the clock, and the ends of steps three and six
+    report = meter.report()
+    assert report is not None
+    assert report.units_per_s == pytest.approx(5 / 2.0, rel=1e-12)
+
+
+def test_memory_is_that_of_the_device_that_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Time()
+    monkeypatch.setattr(throughput_module, "time", clock)
+    monkeypatch.setattr(throughput_module, "_wait_for", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 * 2**20)
+    trainer: Any = SimpleNamespace(world_size=1, precision="32-true", global_step=0, max_steps=2, log_every_n_steps=1)
+    module: Any = SimpleNamespace(device=torch.device("cuda", 0), log=lambda *_, **__: None)
+    meter = Throughput(peak_flops_per_s=1.0, num_skipped=0)
+    meter.on_train_start(trainer, module)
+    for step in (1, 2):
+        clock.now_s += 1.0
+        trainer.global_step = step
+        meter.on_train_batch_end(trainer, module, None, torch.zeros(1), step - 1)
+    module.device = torch.device("cpu")  # as after a fit
+    report = meter.report()
+    assert report is not None
+    assert report.peak_memory_bytes == 3 * 2**20
+    assert str(report).endswith("peak memory 3 MiB")
+
+
 def test_a_missing_peak_is_measured_in_the_precision_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[torch.dtype] = []
     monkeypatch.setattr(throughput_module, "measured_peak_flops_per_s", lambda _, dtype: asked.append(dtype) or 1.0)
     module: Any = SimpleNamespace(device=torch.device("cpu"))
     for precision in ("32-true", "bf16-mixed", "16-mixed", "64-true"):
-        trainer: Any = SimpleNamespace(world_size=1, precision=precision)
+        trainer: Any = SimpleNamespace(world_size=1, precision=precision, global_step=0)
         Throughput().on_train_start(trainer, module)
     assert asked == [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -308,3 +411,80 @@ def test_peak_memory_grows_with_what_is_held() -> None:
     held = torch.ones(math.ceil(before / 4) + 2**24)
     assert peak_memory_bytes(torch.device("cpu")) >= before + 2**25
     del held
+
+
+# -------------------------------------------------------------------------------------------------- what is printed
+
+
+def _train(bar: StepBar, num_steps: int) -> None:
+    trainer: Any = SimpleNamespace(global_step=0, progress_bar_metrics={}, state=SimpleNamespace(fn="fit"))
+    module: Any = None
+    bar.on_train_start(trainer, module)
+    for step in range(1, num_steps + 1):
+        for _ in range(2):  # the second micro-batch finishes the step
+            bar.on_train_batch_end(trainer, module, None, None, 0)
+            trainer.global_step = step
+        trainer.progress_bar_metrics = {"loss": 1 / step, "tokens_per_s": 1234.5}
+        bar.on_train_batch_end(trainer, module, None, None, 0)
+    bar.on_validation_start(trainer, module)
+    trainer.progress_bar_metrics["val"] = 0.5
+    bar.on_validation_end(trainer, module)
+    bar.on_train_end(trainer, module)
+
+
+def test_progress_in_a_file_is_a_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    _train(StepBar(1000, refresh_every=10, num_lines=4), 1000)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        *(f"step {step}/1,000" for step in ("250", "500", "750", "1,000")),
+        "step 1,000/1,000",
+    ]
+    assert lines[-1] == "step 1,000/1,000: loss 0.001, tokens_per_s 1,234, val 0.5"
+
+
+def test_progress_in_a_terminal_is_one_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    _train(StepBar(40, refresh_every=10), 40)
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 1
+    assert "| 40/40 [" in printed.splitlines()[-1]
+    assert printed.rstrip().endswith("loss 0.025, tokens_per_s 1,234, val 0.5")
+
+
+def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = StepBar(10)
+    bar.disable()
+    _train(bar, 10)
+    assert capsys.readouterr().out == ""
+
+
+SPEAKS = """
+import logging, sys, warnings
+from run import run
+from settings import SettingsError
+
+def main(arguments):
+    warnings.warn("`isinstance(treespec, LeafSpec)` is deprecated, use something else", FutureWarning)
+    warnings.warn("Checkpoint directory /some/where exists and is not empty.")
+    warnings.warn("The 'val_dataloader' does not have many workers which may be a bottleneck.")
+    warnings.warn("the disk is nearly full")
+    log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    log.info("\N{ELECTRIC LIGHT BULB} Tip: try our product")
+    log.info("TPU available: False, using: 0 TPU cores")
+    log.info("GPU available: True, used: False")
+    raise SettingsError("Expected that. Got this.")
+
+run(main)
+"""
+
+
+def test_libraries_are_heard_where_they_speak_of_the_run(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'recipes'}", "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(
+        [sys.executable, "-c", SPEAKS], capture_output=True, text=True, timeout=60, env=environment, cwd=tmp_path
+    )
+    assert (finished.returncode, finished.stdout) == (1, "")
+    spoken = [line for line in finished.stderr.splitlines() if not line.startswith(" ")]
+    assert len(spoken) == 3, finished.stderr
+    assert spoken[0].endswith("UserWarning: the disk is nearly full")
+    assert spoken[1:] == ["GPU available: True, used: False", "error: Expected that. Got this."]

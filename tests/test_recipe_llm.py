@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from llm import LanguageModel, TextData, find_checkpoint, make_plan
+from llm import LanguageModel, TextData, describe_model, make_plan
 from plan import activation_bytes
+from run import find_checkpoint
 from settings import SettingsError, load_settings
 from text import (
     BlockDataset,
@@ -421,6 +423,36 @@ def test_bits_per_byte_are_those_of_one_process(texts: Path, tmp_path: Path, wor
     assert got == pytest.approx(nats / num_bytes / math.log(2), rel=1e-10)
 
 
+REAL = (  # a slice of the standard library, and few tokens, so that an untrained model has nothing from its tokenizer
+    "data.path=null",
+    "data.max_bytes=300_000",
+    "data.validation_ratio=0.05",
+    "tokenizer.vocab_size=320",
+    "model.block_size=64",
+    "model.dim=64",
+    "model.hidden_dim=160",
+)
+
+
+def test_a_short_run_on_real_text_beats_the_entropy_of_its_bytes(texts: Path, tmp_path: Path) -> None:
+    settings = [*_arguments(texts, tmp_path), *REAL]
+    short = ("trainer.batch_size=16", "trainer.max_steps=60", "trainer.validate_every=60", "optimizer.warmup_steps=10")
+    finished = _run(*settings, *short, "trainer.progress_bar=false", "optimizer.learning_rate=5e-3")
+    assert finished.returncode == 0, finished.stderr
+    found = re.search(r"validation +([\d.]+) bits per byte\n  without context +([\d.]+) bits", finished.stdout)
+    assert found is not None, finished.stdout
+    trained, order0 = float(found[1]), float(found[2])
+
+    frequencies = Counter(
+        b"".join(piece.path.read_bytes() for piece in find_corpus(None, [], 300_000, 0.05).validation)
+    )
+    total = frequencies.total()
+    assert order0 == pytest.approx(-sum(n / total * math.log2(n / total) for n in frequencies.values()), abs=1e-4)
+    assert trained < 0.9 * order0
+    untrained, _ = _validate(settings)
+    assert untrained > order0
+
+
 # ------------------------------------------------------------------------------------------------- plan and dry run
 
 
@@ -453,6 +485,13 @@ def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path, config: str 
         assert f"autocast copies {num * 2 / 2**20:,.1f} MiB" in finished.stdout
 
 
+def test_the_plan_shows_what_a_global_batch_is_made_of(capsys: pytest.CaptureFixture[str]) -> None:
+    import llm
+
+    llm.main(["trainer.global_batch_size=128", "dry_run=true"])
+    assert "16 per process x 2 processes x 4 accumulated = 128 samples = 16,384 tokens" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -464,6 +503,19 @@ def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path, config: str 
         (["strategy.nccl.min_ctas=4", "strategy.nccl.max_ctas=2"], "min_ctas"),
         (["data.path=/nowhere/at/all"], "does not exist"),
         (["resume=/nowhere/last.ckpt"], "resume= to name a checkpoint"),
+        (["trainer.batch_size=0"], "trainer.batch_size to be at least 1"),
+        (["trainer.accumulate=0"], "trainer.accumulate to be at least 1"),
+        (["trainer.validate_every=0"], "trainer.validate_every to be at least 1"),
+        (["trainer.max_steps=-1"], "trainer.max_steps to be at least 1"),
+        (["trainer.peak_flops_per_s=fast"], "trainer.peak_flops_per_s to be a number, at least 1"),
+        (["trainer.peak_flops_per_s=0"], "trainer.peak_flops_per_s to be at least 1"),
+        (["trainer.global_batch_size=12"], "a multiple of 4 per process x 2 processes"),
+        (["trainer.global_batch_size=16", "trainer.accumulate=2"], "trainer.accumulate=1 beside"),
+        (["optimizer.learning_rate=-1.0"], "optimizer.learning_rate to be at least 0"),
+        (["optimizer.base_batch_size=0"], "optimizer.base_batch_size to be at least 1"),
+        (["optimizer.betas=[0.9, 1.5]"], "beta"),
+        (["optimizer.betas=[0.9]"], "unpack"),
+        (["seed=-1"], "seed to be between 0 and 4294967295"),
         (["modle.dim=3"], "Did you mean 'model'?"),
     ],
 )
@@ -559,4 +611,4 @@ def test_a_checkpoint_of_another_model_is_refused(texts: Path, tmp_path: Path) -
     settings = load_settings("llm", _arguments(texts, tmp_path, f"resume={path}"))
     torch.save({"hyper_parameters": {"model": {"dim": 3}}, "global_step": 0}, path)
     with pytest.raises(SettingsError, match="a checkpoint of the model"):
-        find_checkpoint(settings)
+        find_checkpoint(settings, describe_model(settings), 1, "trainer.max_steps")

@@ -22,7 +22,8 @@ from torch.utils.data import (
 
 from ddp_plugin import SamplerEpoch
 from ddp_plugin.epochs import share_epoch, tell_epoch
-from ddp_plugin.loaders import Forwarder, replaced
+from ddp_plugin.forwarding import Forwarder
+from ddp_plugin.loaders import replaced
 from tests.harness import ranks, run_ranks, trainer
 
 LENGTH = 8

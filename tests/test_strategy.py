@@ -112,10 +112,10 @@ def test_unequal_initial_weights_end_equal(world_size: int) -> None:
 @pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16"])
 def test_a_hook_is_within_its_own_bound(hook: str) -> None:
     plain, hooked = fit(2), fit(2, comm_hook=hook)
-    bound = HOOKS[hook]().relative_error
     if hook == "allreduce":
         assert torch.equal(plain, hooked)
     else:
+        bound = HOOKS[hook]().error_bound(1.0, 2)
         assert 0 < (plain - hooked).abs().max() < bound * 6  # six steps of rate 0.1, gradients below one
 
 
@@ -236,10 +236,11 @@ def test_every_hook_gives_the_mean_bit_identically_on_all_ranks(
             parts = [torch.empty_like(found) for _ in range(world_size)]
             dist.all_gather(parts, torch.cat([gradient.reshape(-1) for gradient in local]))
             mean = torch.stack(parts).double().mean(0)
-            largest = torch.stack(parts).double().abs().max()
-            error = (found.double() - mean).abs().max()
             rounding = world_size * torch.finfo(dtype).eps
-            assert error <= (hook.relative_error + rounding) * largest, (name, float(error))
+            for one_found, one_mean, locals_ in zip(found, mean, torch.stack(parts).double().t(), strict=True):
+                largest = locals_.abs().max().item()
+                bound = hook.error_bound(largest, world_size) + rounding * largest
+                assert abs(one_found.item() - one_mean.item()) <= bound, (name, one_found, one_mean)
             everyone = [torch.empty_like(found) for _ in range(world_size)]
             dist.all_gather(everyone, found)
             assert all(torch.equal(part, found) for part in everyone)
@@ -268,6 +269,24 @@ def test_a_non_finite_gradient_on_one_rank_stays_visible_on_all(hook_name: str) 
         model(torch.full((1, 3), bad if dist.get_rank() == 1 else 1.0)).sum().backward()
         assert net.weight.grad is not None
         assert not net.weight.grad.isfinite().any()
+
+
+@ranks(3)
+@pytest.mark.parametrize("magnitude", [1e-9, 1e-7, 3e-5, 1.0, 5e4])
+def test_the_bound_holds_for_tiny_and_for_large_gradients(magnitude: float) -> None:
+    for name in HOOKS:
+        hook, net = resolve_hook(name), nn.Linear(50, 1, bias=False).double()
+        model = DistributedDataParallel(net)
+        model.register_comm_hook(hook.make_state(model.process_group), hook.function)
+        x = torch.linspace(0.31, 1.0, 50, dtype=torch.float64).roll(dist.get_rank())[None] * magnitude
+        model(x).sum().backward()
+        parts = [torch.empty_like(x) for _ in range(3)]
+        dist.all_gather(parts, x)
+        assert net.weight.grad is not None
+        error = (net.weight.grad - sum(parts) / 3).abs()  # type: ignore[arg-type]
+        largest = torch.stack(parts).abs().amax(0)
+        bounds = torch.tensor([[hook.error_bound(value, 3) for value in largest[0].tolist()]])
+        assert (error <= bounds + 1e-15 * magnitude).all(), name
 
 
 @ranks(2)
@@ -315,6 +334,7 @@ def test_bytes_on_the_wire() -> None:
         ({"timeout": timedelta(0)}, "a timeout above zero"),
         ({"start_method": "thread"}, "start_method to be one of"),
         ({"comm_hook": "fp16", "mixed_precision": object()}, "mixed_precision or a communication hook"),
+        ({"model_averaging_period": 4}, "PostLocalSGDState"),
     ],
 )
 def test_contradictions_raise_at_construction(settings: dict[str, Any], message: str) -> None:
@@ -403,7 +423,7 @@ def test_the_config_has_every_plain_setting() -> None:
         "checkpoint_io",
         "precision_plugin",
     }
-    objects = {"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "ddp_kwargs"}
+    objects = {"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "ddp_kwargs"}
     assert names == set(inspect.signature(CustomDDPStrategy).parameters) - made_by_the_trainer - objects
 
 

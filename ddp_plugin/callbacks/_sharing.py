@@ -17,6 +17,7 @@ from torch.utils.data import (
 
 from ddp_plugin import _compat
 from ddp_plugin.errors import explain
+from ddp_plugin.forwarding import Forwarder
 from ddp_plugin.gather import broadcast_object, gather_objects
 from ddp_plugin.loaders import share_loader, shared_part, walk
 from ddp_plugin.lockstep import LockstepLoader
@@ -24,13 +25,13 @@ from ddp_plugin.lockstep import LockstepLoader
 __all__ = ["agree_on_batches", "share_or_keep_in_step", "steps_limit"]
 
 
-def share_or_keep_in_step(loader: object, trainer: pl.Trainer, group: dist.ProcessGroup) -> object:
+def share_or_keep_in_step(loader: object, trainer: pl.Trainer, group: dist.ProcessGroup | None) -> object:
     """Shares a loader out by whole batches where that is safe, and otherwise keeps it in step as it is.
 
     Args:
         loader: a loader of an evaluation or prediction stage.
         trainer: its Trainer.
-        group: the control group.
+        group: the control group, ``None`` for one process.
 
     Collectives:
         One object gather where the loader is only kept in step; those of :func:`agree_on_batches` while iterating.
@@ -38,8 +39,9 @@ def share_or_keep_in_step(loader: object, trainer: pl.Trainer, group: dist.Proce
     if shared_part(loader) is not None or isinstance(loader, LockstepLoader):
         return loader
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        is_distributed = any(isinstance(item, DistributedSampler) for item in walk(loader))
-        if is_distributed or _compat.uses_distributed_sampler(trainer):
+        # Torch's own sampler says what it does, so it can be undone; a subclass of it is the user's business.
+        is_torchs = any(type(item) is DistributedSampler for item in walk(loader))
+        if is_torchs or _compat.uses_distributed_sampler(trainer):
             batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
             return share_loader(
                 loader,
@@ -48,7 +50,7 @@ def share_or_keep_in_step(loader: object, trainer: pl.Trainer, group: dist.Proce
                 limit=lambda num_steps: steps_limit(trainer, num_steps),
                 agree=lambda drawn: agree_on_batches(drawn, batches, group),
             )
-    return LockstepLoader(loader, group) if trainer.world_size > 1 else loader  # type: ignore[arg-type]
+    return loader if group is None else LockstepLoader(loader, group)  # type: ignore[arg-type]
 
 
 def steps_limit(trainer: pl.Trainer, num_steps: int | None) -> int | None:
@@ -70,7 +72,7 @@ def steps_limit(trainer: pl.Trainer, num_steps: int | None) -> int | None:
 _SHARED_OUT_BY_NOBODY = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 
 
-def agree_on_batches(drawn: list[Any], batches: object, group: dist.ProcessGroup) -> list[Any]:
+def agree_on_batches(drawn: list[Any], batches: object, group: dist.ProcessGroup | None) -> list[Any]:
     """Returns rank 0's batches on every rank, unless the ranks' lists show that the loader is shared out already.
 
     Args:
@@ -84,9 +86,11 @@ def agree_on_batches(drawn: list[Any], batches: object, group: dist.ProcessGroup
     Collectives:
         One broadcast and one object gather, on all ranks.
     """
-    if group.size() == 1:
+    if group is None:
         return drawn
     agreed: list[Any] = broadcast_object(drawn, group)
+    while isinstance(batches, Forwarder):
+        batches = batches.forwards_to
     source = getattr(batches, "sampler", batches) if type(batches) is BatchSampler else batches
     differs = False
     if not isinstance(source, _SHARED_OUT_BY_NOBODY):

@@ -7,9 +7,10 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import RunningStage
 
+from ddp_plugin import _compat
 from ddp_plugin.errors import explain
 
-__all__ = ["DataParallelStrategy", "require_strategy"]
+__all__ = ["DataParallelStrategy", "transform_loaders"]
 
 
 class DataParallelStrategy(Protocol):
@@ -23,11 +24,24 @@ class DataParallelStrategy(Protocol):
         """Lets a function replace each loader of each stage before its iterator exists."""
 
 
-def require_strategy(callback: pl.Callback, trainer: pl.Trainer) -> DataParallelStrategy | None:
-    """Returns the Trainer's strategy if it has our seams, or ``None`` where one process makes them unnecessary.
+def transform_loaders(
+    callback: pl.Callback, trainer: pl.Trainer, transform: Callable[[Any, RunningStage], object]
+) -> dist.ProcessGroup | None:
+    """Lets a callback replace each loader of each stage, and gives it the group to agree over.
+
+    Args:
+        callback: the callback, named in errors.
+        trainer: its Trainer; the process group exists.
+        transform: ``(loader, stage) -> loader``; adding an equal one again changes nothing.
+
+    Returns:
+        The control group, or ``None`` for one process, which may run under any strategy.
 
     Raises:
         TypeError: the Trainer comes from ``pytorch_lightning``, or several processes run under another strategy.
+
+    Collectives:
+        None.
     """
     if not isinstance(trainer, pl.Trainer):
         raise TypeError(
@@ -35,7 +49,9 @@ def require_strategy(callback: pl.Callback, trainer: pl.Trainer) -> DataParallel
         )
     strategy: Any = trainer.strategy
     if hasattr(strategy, "add_dataloader_transform"):
-        return cast(DataParallelStrategy, strategy)
+        ours = cast(DataParallelStrategy, strategy)
+        ours.add_dataloader_transform(transform)
+        return ours.control_group if trainer.world_size > 1 else None
     if trainer.world_size > 1:
         raise TypeError(
             explain(
@@ -44,4 +60,5 @@ def require_strategy(callback: pl.Callback, trainer: pl.Trainer) -> DataParallel
                 f"Pass strategy=CustomDDPStrategy() to the Trainer, or leave {type(callback).__name__} out",
             )
         )
+    _compat.append_dataloader_transform(trainer, transform)
     return None

@@ -1,17 +1,19 @@
 """Evaluation to the last sample: each one exactly once, the same metrics as one process, on any number of ranks."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.trainer.states import RunningStage
 from torchmetrics import Metric
 
 from ddp_plugin import _compat
 from ddp_plugin.callbacks._sharing import share_or_keep_in_step
-from ddp_plugin.callbacks._shell import DataParallelStrategy, require_strategy
+from ddp_plugin.callbacks._shell import transform_loaders
 from ddp_plugin.errors import DDPPluginError, EvaluationMismatchError, explain
 from ddp_plugin.evaluation import EvaluationRecord, combine_logged
 from ddp_plugin.gather import gather_objects, gather_tensors
@@ -40,8 +42,8 @@ class ExactEvaluation(pl.Callback):
 
     ``limit_val_batches`` and its like count steps on each rank, as in Lightning: the first ``limit * world_size``
     batches are evaluated. ``drop_last`` drops what it drops in one process. Iterable datasets, loaders that are no
-    DataLoader and, with ``use_distributed_sampler=False``, all loaders are taken as each rank delivers them, and only
-    kept in step.
+    DataLoader and, with ``use_distributed_sampler=False``, all loaders but those with torch's own
+    ``DistributedSampler`` are taken as each rank delivers them, and only kept in step.
 
     Attributes:
         records: one :class:`~ddp_plugin.evaluation.EvaluationRecord` per shared-out loader of the latest evaluation.
@@ -54,13 +56,15 @@ class ExactEvaluation(pl.Callback):
 
     Collectives:
         On the control group: one object gather per loader and evaluation for what was logged, and one for the audit;
-        for loaders whose order may be random one broadcast of the order. None per step.
+        for loaders whose order may be random a broadcast of the order and a gather of a flag. A torchmetrics object
+        costs one object gather there and one all-gather of its states when it is computed. None per step, except for
+        loaders that are only kept in step: one all-reduce of an integer.
     """
 
     def __init__(self) -> None:
         self.records: list[EvaluationRecord] = []
         self.is_ghost_step = False
-        self._strategy: DataParallelStrategy | None = None
+        self._group: dist.ProcessGroup | None = None
         self._trainer: pl.Trainer | None = None
         self._announced: set[str] = set()
         self._forget()
@@ -78,33 +82,29 @@ class ExactEvaluation(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Asks the strategy for every evaluation loader, and Lightning to leave them as the user made them."""
-        self._strategy = require_strategy(self, trainer)
-        if self._strategy is None:
-            return
+        self._group = transform_loaders(self, trainer, self._share)
         self._trainer = trainer
-        self._strategy.add_dataloader_transform(self._share)
         if _compat.uses_distributed_sampler(trainer):
             _compat.keep_user_loaders(trainer, _STAGES)
 
     def _share(self, loader: object, stage: RunningStage) -> object:
-        trainer, strategy = self._trainer, self._strategy
-        if trainer is None or strategy is None or stage not in _STAGES:
+        if self._trainer is None or stage not in _STAGES:
             return loader
-        return share_or_keep_in_step(loader, trainer, strategy.control_group)
+        return share_or_keep_in_step(loader, self._trainer, self._group)
 
     # ------------------------------------------------------------------------------------------------ one evaluation
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begins an evaluation."""
-        if self._strategy is None:
-            return
         self._release()
         loop = _compat.evaluation_loop(trainer)
         loaders, mode = _compat.loaders_of(loop)
         self._parts = [loader if isinstance(loader, LockstepLoader) else shared_part(loader) for loader in loaders]
         self._side_by_side = mode != "sequential"
-        if self._side_by_side:
+        if self._side_by_side and trainer.world_size > 1:
             self._refuse_unequal(mode)
+        elif self._side_by_side:
+            self._parts = [None for _ in loaders]  # one process: nothing to share out, and the mode may end it early
         self._tallies = [[0, 0, 0] for _ in loaders]
         self._logged = _compat.LoggedValues(loop)
         self._logged.on_epoch_metrics(lambda: self._reduce_logged(pl_module))
@@ -164,12 +164,10 @@ class ExactEvaluation(pl.Callback):
     def _reduce_logged(self, module: pl.LightningModule) -> None:
         """Runs once for each loader, right before Lightning computes its epoch-level values."""
         self._end_ghost_step()
-        if self._logged is None or self._strategy is None or not self._due:
+        if self._logged is None or not self._due:
             return
         self._due = False
-        parts = gather_objects(
-            (self._logged.pending(), list(self._logged.metric_objects())), self._strategy.control_group
-        )
+        parts = gather_objects((self._logged.pending(), list(self._logged.metric_objects())), self._group)
         if any(metric_keys != parts[0][1] for _, metric_keys in parts):
             raise DDPPluginError(
                 explain(
@@ -185,18 +183,17 @@ class ExactEvaluation(pl.Callback):
             self._logged.resolve(key, value, settings, module.device)
 
     def _gather(self, tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-        assert self._strategy is not None
-        return gather_tensors(tensors, _compat.default_group(), self._strategy.control_group)
+        return gather_tensors(tensors, _compat.default_group(), self._group)
 
     # ---------------------------------------------------------------------------------------------------- the audit
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Audits the evaluation and ends it."""
-        if self._strategy is None or self._logged is None:
+        if self._logged is None:
             return
         stage = str(trainer.state.stage.value) if trainer.state.stage is not None else "?"
         same = any(isinstance(part, LockstepLoader) and part.delivers_the_same for part in self._parts)
-        reports = gather_objects((self._tallies, same), self._strategy.control_group)
+        reports = gather_objects((self._tallies, same), self._group)
         self.records = []
         for index, part in enumerate(self._parts):
             if isinstance(part, ExactBatchSampler):
@@ -235,7 +232,7 @@ class ExactEvaluation(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Lets go of the Trainer."""
         self._release()
-        self._trainer = self._strategy = None
+        self._trainer = self._group = None
 
 
 def _audit(stage: str, index: int, part: ExactBatchSampler, tallies: list[list[int]]) -> EvaluationRecord:
@@ -263,6 +260,7 @@ def _audit(stage: str, index: int, part: ExactBatchSampler, tallies: list[list[i
     )
 
 
+@functools.cache
 def _framework_attributes() -> frozenset[str]:
     """Names of the attributes that every LightningModule has; they are not the user's state."""
     return frozenset(vars(pl.LightningModule()))

@@ -4,12 +4,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.trainer.states import RunningStage
 
 from ddp_plugin import _compat
 from ddp_plugin.callbacks._sharing import share_or_keep_in_step
-from ddp_plugin.callbacks._shell import DataParallelStrategy, require_strategy
+from ddp_plugin.callbacks._shell import transform_loaders
 from ddp_plugin.errors import EvaluationMismatchError, explain
 from ddp_plugin.gather import gather_objects, gather_objects_to
 from ddp_plugin.loaders import replaced, shared_part
@@ -56,7 +57,7 @@ class GatherPredictions(pl.Callback):
         self.output_dir = output_dir
         self.chunk_size = chunk_size
         self.predictions: list[Predictions] = []
-        self._strategy: DataParallelStrategy | None = None
+        self._group: dist.ProcessGroup | None = None
         self._trainer: pl.Trainer | None = None
         self._own: list[Predictions] = []
         self._writer: PredictionWriter | None = None
@@ -66,30 +67,22 @@ class GatherPredictions(pl.Callback):
         """Asks the strategy for every prediction loader, and Lightning to leave them as the user made them."""
         if stage != "predict":
             return
-        self._strategy = require_strategy(self, trainer)
-        if self._strategy is None:
-            return
+        self._group = transform_loaders(self, trainer, self._share)
         self._trainer = trainer
-        self._strategy.add_dataloader_transform(self._share)
         _compat.keep_user_loaders(trainer, [RunningStage.PREDICTING])
         if self.output_dir is not None:
-            self._refuse_used_folder(self.output_dir, self._strategy)
-
-    @staticmethod
-    def _refuse_used_folder(folder: str, strategy: DataParallelStrategy) -> None:
-        try:
-            PredictionWriter.refuse_used_folder(folder)
-            problem = None
-        except FileExistsError as error:
-            problem = str(error)
-        problems = [text for text in gather_objects(problem, strategy.control_group) if text]
-        if problems:
-            raise FileExistsError(problems[0])
+            problems = gather_objects(PredictionWriter.used_files(self.output_dir), self._group)
+            if used := next(filter(None, problems), None):
+                raise FileExistsError(
+                    explain(
+                        f"no predictions in {self.output_dir!r} yet", f"{used}", "Choose another folder, or empty it"
+                    )
+                )
 
     def _share(self, loader: object, stage: RunningStage) -> object:
-        if self._trainer is None or self._strategy is None or stage is not RunningStage.PREDICTING:
+        if self._trainer is None or stage is not RunningStage.PREDICTING:
             return loader
-        loader = share_or_keep_in_step(loader, self._trainer, self._strategy.control_group)
+        loader = share_or_keep_in_step(loader, self._trainer, self._group)
         part = shared_part(loader)
         if part is not None and getattr(loader, "batch_sampler", None) is part:
             # Lightning's prediction writers look for the indices in this wrapper.
@@ -129,55 +122,49 @@ class GatherPredictions(pl.Callback):
 
     def on_predict_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Gathers, or completes the files."""
-        if self._strategy is None:
-            self.predictions, self._own = self._own, []
-            return
         if self._writer is not None:
-            self._complete_files(self._writer, self._strategy)
+            self._complete_files(self._writer, trainer.global_rank)
             return
-        self.predictions = [self._gathered(own, self._strategy) for own in self._own]
+        counts = gather_objects([len(own.outputs) for own in self._own], self._group)
+        self._require_all(sum(map(sum, counts)))
+        self.predictions = [
+            self._gathered(own, max(count[index] for count in counts)) for index, own in enumerate(self._own)
+        ]
         self._own = []
-        self._check(sum(len(part.outputs) for part in self.predictions), self._strategy, gathered=True)
         if trainer.predict_loop.return_predictions:
             _compat.set_predictions(trainer, [part.outputs for part in self.predictions])
 
-    def _gathered(self, own: Predictions, strategy: DataParallelStrategy) -> Predictions:
-        group = strategy.control_group
+    def _gathered(self, own: Predictions, most_batches: int) -> Predictions:
         destination = 0 if self.destination == "rank_zero" else None
-        num_rounds = max(gather_objects(-(-len(own.outputs) // self.chunk_size), group))
-        by_rank: list[Predictions] = [Predictions() for _ in range(group.size())]
-        for first in range(0, num_rounds * self.chunk_size, self.chunk_size):
+        by_rank: list[Predictions] = []
+        for first in range(0, most_batches, self.chunk_size):
             chunk = slice(first, first + self.chunk_size)
-            received = gather_objects_to((own.indices[chunk], own.outputs[chunk]), group, destination)
-            for rank, (indices, outputs) in enumerate(received):
-                by_rank[rank].indices += indices
-                by_rank[rank].outputs += outputs
+            received = gather_objects_to((own.indices[chunk], own.outputs[chunk]), self._group, destination)
+            by_rank = by_rank or [Predictions() for _ in received]
+            for part, (indices, outputs) in zip(by_rank, received, strict=True):
+                part.indices += indices
+                part.outputs += outputs
         return Predictions(
             [indices for part in by_rank for indices in part.indices],  # blocks in rank order: the loader's order
             [output for part in by_rank for output in part.outputs],
         )
 
-    def _complete_files(self, writer: PredictionWriter, strategy: DataParallelStrategy) -> None:
-        assert self.output_dir is not None
-        assert self._trainer is not None
+    def _complete_files(self, writer: PredictionWriter, rank: int) -> None:
         writer.flush()
-        reports = gather_objects((writer.files, writer.num_batches), strategy.control_group)
-        self._check(sum(count for _, count in reports), strategy, gathered=False)
-        if self._trainer.global_rank == 0:
-            PredictionWriter.write_manifest(
-                self.output_dir, [files for files, _ in reports], sum(count for _, count in reports)
-            )
-        gather_objects(None, strategy.control_group)  # nobody returns before the manifest is there
+        reports = gather_objects((writer.files, writer.num_batches), self._group)
+        num_batches = sum(count for _, count in reports)
+        self._require_all(num_batches)
+        if rank == 0:
+            writer.write_manifest([files for files, _ in reports], num_batches)
+        gather_objects(None, self._group)  # nobody returns before the manifest is there
 
-    def _check(self, num_batches: int, strategy: DataParallelStrategy, *, gathered: bool) -> None:
-        """Compares the number of batches with the plan; a rank that received nothing has nothing to say."""
-        own = [part.share.num_batches for part in self._parts if isinstance(part, ExactBatchSampler)]
-        receives = not gathered or self.destination == "all" or self._trainer is None or self._trainer.global_rank == 0
-        wrong = receives and len(own) == len(self._parts) and num_batches != sum(own)
-        if any(gather_objects(wrong, strategy.control_group)):
+    def _require_all(self, num_batches: int) -> None:
+        """Compares the number of batches of all ranks with the plan; every rank knows both, so all raise alike."""
+        planned = [part.share.num_batches for part in self._parts if isinstance(part, ExactBatchSampler)]
+        if len(planned) == len(self._parts) and num_batches != sum(planned):
             raise EvaluationMismatchError(
                 explain(
-                    f"predictions for {sum(own)} batches",
+                    f"predictions for {sum(planned)} batches",
                     f"{num_batches}",
                     "Something ended the prediction early or read the loader on its own",
                 )
@@ -185,5 +172,5 @@ class GatherPredictions(pl.Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Lets go of the Trainer."""
-        self._trainer = self._strategy = self._writer = None
+        self._trainer = self._group = self._writer = None
         self._parts = []

@@ -11,8 +11,9 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_plugin import _compat
-from ddp_plugin.callbacks._shell import require_strategy
+from ddp_plugin.callbacks._shell import transform_loaders
 from ddp_plugin.errors import explain
+from ddp_plugin.gather import gather_objects
 from ddp_plugin.loaders import replaced
 from ddp_plugin.seeding import LoaderStreams, RunStreams, SeedWorker, StreamedSampler, may_draw, streamed
 
@@ -71,8 +72,7 @@ class PerRankSeed(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Agrees on the seed and asks to see the loaders."""
-        strategy = require_strategy(self, trainer)
-        seed, source = self._agree(strategy.control_group if trainer.world_size > 1 and strategy is not None else None)
+        seed, source = self._agree(transform_loaders(self, trainer, self._prepare))
         self._is_drawn = source == "drawn by rank 0"
         self._trainer = trainer
         self._streams = RunStreams(seed, trainer.global_rank, self._epoch, live=stage != "fit")
@@ -84,18 +84,10 @@ class PerRankSeed(pl.Callback):
         )
         if "PL_GLOBAL_SEED" not in os.environ:  # else Lightning has just seeded all ranks alike
             self._streams.enter_shared("setup")
-        if strategy is not None:
-            strategy.add_dataloader_transform(self._prepare)
-        else:
-            _compat.append_dataloader_transform(trainer, self._prepare)
 
     def _agree(self, group: dist.ProcessGroup | None) -> tuple[int, str]:
         drawn = int.from_bytes(os.urandom(4), "little")
-        mine = (os.environ.get("PL_GLOBAL_SEED"), self.seed, drawn)
-        everyone: list[Any] = [mine]
-        if group is not None:
-            everyone = [None] * group.size()
-            dist.all_gather_object(everyone, mine, group=group)
+        everyone = gather_objects((os.environ.get("PL_GLOBAL_SEED"), self.seed, drawn), group)
         environment, arguments, draws = zip(*everyone, strict=True)
         if len(set(environment)) > 1:
             raise ValueError(

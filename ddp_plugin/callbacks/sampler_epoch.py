@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import RunningStage
 
 from ddp_plugin import _compat
-from ddp_plugin.callbacks._shell import require_strategy
+from ddp_plugin.callbacks._shell import transform_loaders
 from ddp_plugin.epochs import share_epoch, tell_epoch
 
 __all__ = ["SamplerEpoch"]
@@ -41,11 +41,7 @@ class SamplerEpoch(pl.Callback):
             return
         self._trainer = trainer
         self._told_epoch = None
-        strategy = require_strategy(self, trainer)
-        if strategy is not None:
-            strategy.add_dataloader_transform(self._prepare)
-        else:
-            _compat.append_dataloader_transform(trainer, self._prepare)
+        transform_loaders(self, trainer, self._prepare)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Lets go of the Trainer."""

@@ -246,7 +246,7 @@ class ScaleLearningRate(Callback):
         total_steps = self._total_steps(trainer)
         fresh = [optimizer for optimizer in trainer.optimizers if optimizer not in _scaled]
         if ratio != 1:
-            if trainer.global_step > 0:
+            if trainer.ckpt_path is not None and trainer.global_step > 0:
                 rank_zero_warn(
                     "The checkpoint was written without ScaleLearningRate: its learning rates are taken as unscaled, "
                     f"and multiplied by {ratio:g} now."

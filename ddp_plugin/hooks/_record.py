@@ -5,7 +5,7 @@ the parameter's name, which must be ``bucket``.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,17 +44,16 @@ class CommHook:
         name: key in :data:`ddp_plugin.hooks.HOOKS`, or any label for a hook of your own.
         function: called by DDP for each bucket; must return at once, with a future of the mean gradient.
         wire_bytes: ``(num_elements, element_size_bytes, world_size) -> bytes`` that one rank sends per bucket.
-        relative_error: bound on ``|result - mean| / max|gradient over ranks|`` in one element, from rounding alone.
+        error_bound: ``(largest, world_size) -> bound`` on ``|result - mean|`` in one element, from rounding on the wire
+            alone, where ``largest`` is the largest magnitude of that element over the ranks. Overflow is not rounding.
         make_state: builds the first argument of ``function`` from the gradient's process group.
-        options: the options this hook was made with, for reports.
     """
 
     name: str
     function: HookFunction
     wire_bytes: Callable[[int, int, int], int]
-    relative_error: float
+    error_bound: Callable[[float, int], float]
     make_state: Callable[[dist.ProcessGroup], Any] = HookState
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 def ring_bytes(num_elements: int, element_size_bytes: int, world_size: int) -> int:

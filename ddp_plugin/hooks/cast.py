@@ -1,5 +1,7 @@
 """Sixteen bits on the wire, the gradient's own precision at home: half the bytes of fp32."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
@@ -23,7 +25,6 @@ def _cast_then_allreduce(
     return reduced
 
 
-# DDP refuses torch's own bf16 hook on gloo by the name of its function, although gloo reduces bf16; hence our names.
 def _fp16(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     return _cast_then_allreduce(state, bucket, torch.float16, "fp16")
 
@@ -36,9 +37,15 @@ def _wire_bytes(num_elements: int, element_size_bytes: int, world_size: int) -> 
     return ring_bytes(num_elements, 2, world_size)
 
 
+def _rounding(largest: float, world_size: int, dtype: torch.dtype) -> float:
+    # Every summand is rounded once by the cast, and every partial sum once more; no partial sum of the scaled gradients
+    # exceeds the largest gradient. Below the smallest normal number a rounding has a fixed size instead.
+    info = torch.finfo(dtype)
+    return world_size * info.eps * max(largest, info.smallest_normal)
+
+
 def _record(name: str, function: HookFunction, dtype: torch.dtype) -> CommHook:
-    # One rounding for the cast and at most one for each partial sum on the way round; eight covers small worlds.
-    return CommHook(name, function, _wire_bytes, relative_error=8 * torch.finfo(dtype).eps)
+    return CommHook(name, function, _wire_bytes, error_bound=partial(_rounding, dtype=dtype))
 
 
 def fp16() -> CommHook:

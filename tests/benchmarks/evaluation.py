@@ -27,7 +27,7 @@ def cases(quick: bool) -> list[tuple[str, str, int]]:
         batch = WORKLOADS[workload].batch_size
         numbers = {"divides": 32 * batch, "short last batch": 32 * batch - 7, "odd number of batches": 31 * batch}
         if quick:
-            numbers = {"divides": 4 * batch, "odd number of batches": 3 * batch}
+            numbers = {"odd number of batches": 3 * batch}
         else:
             numbers["few batches"] = 5 * batch
             numbers["many batches"] = (512 if workload == "tiny MLP" else 64) * batch - batch // 2

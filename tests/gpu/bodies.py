@@ -56,9 +56,10 @@ def check_hook(name: str, **settings: Any) -> None:
     largest = max(gradient_of_rank(rank, world_size).abs().max() for rank in range(world_size))
     stepped = fit(make_net(), make_data(), comm_hook=name, trainer={"max_steps": 1}, **settings)
     error = ((start - stepped) / LEARNING_RATE - mean).abs().max()
-    bound = HOOKS[name]().relative_error * largest + 1e-12
-    assert error <= bound, f"{name}: off by {error.item()}, declared {bound.item()}"
-    assert (error > 1e-9) == (HOOKS[name]().relative_error > 0), f"{name}: off by {error.item()}"  # else it did not run
+    bound = HOOKS[name]().error_bound(float(largest), dist.get_world_size()) + 1e-12
+    assert error <= bound, f"{name}: off by {error.item()}, declared {bound}"
+    rounds = HOOKS[name]().error_bound(1.0, 2) > 0
+    assert (error > 1e-9) == rounds, f"{name}: off by {error.item()}"  # else it did not run
 
 
 def gradient_of_rank(rank: int, world_size: int) -> Tensor:

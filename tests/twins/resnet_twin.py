@@ -7,8 +7,8 @@ import math
 
 import torch
 import torch.distributed as dist
-from images import load_images
 from residual import resnet
+from sources import load_images
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
