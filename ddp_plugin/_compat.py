@@ -157,6 +157,13 @@ def loaders_of(loop: Any) -> tuple[list[Any], str]:
     return list(loop._combined_loader.flattened), loop._combined_loader._mode
 
 
+def takes_iterator(loop: Any) -> bool:
+    """Whether the loop hands its steps the loader's iterator (``dataloader_iter``) instead of a batch."""
+    from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+
+    return isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher)
+
+
 def index_tracking(batch_sampler: Any) -> Any:
     """Wraps a batch sampler so that Lightning's prediction writers find the indices of each batch."""
     from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
@@ -166,9 +173,10 @@ def index_tracking(batch_sampler: Any) -> Any:
     return wrapper
 
 
-def set_predictions(trainer: Any, predictions: list[list[Any]]) -> None:
-    """Sets what ``trainer.predict`` returns: loaders x batches."""
+def set_predictions(trainer: Any, predictions: list[list[Any]], indices: list[list[list[Any]]]) -> None:
+    """Sets what ``trainer.predict`` returns and what writers are given: outputs and indices, loaders x batches."""
     trainer.predict_loop._predictions = predictions
+    trainer.predict_loop.epoch_batch_indices = indices
 
 
 class LoggedValues:
@@ -302,27 +310,45 @@ def _copied(state: Any) -> Any:
     return list(state) if isinstance(state, list) else state.clone()
 
 
-def sync_metric_exactly(metric: Any, gather: Callable[[list[Any]], list[list[Any]]]) -> bool:
-    """Lets a metric gather its states by ``gather``, which takes unequal numbers and shapes.
+def sync_metrics_exactly(gather: Callable[[list[Any]], list[list[Any]]]) -> Callable[[], None]:
+    """Lets all metrics gather their states by ``gather``, which takes unequal numbers and shapes.
 
     torchmetrics gathers tensor by tensor in the order of updates, which hangs where one rank updated more often and a
-    list state has no reduction, and mixes dtypes where a rank never updated. Ranks without an update contribute nothing
-    here, so their default states do not enter a mean or a merge.
+    list state has no reduction, and mixes dtypes where a rank never updated. The class is changed, not the instances:
+    metrics are cloned and copied while an evaluation runs. A metric with a process group or a ``dist_sync_fn`` of the
+    user's own gathers as it always did.
 
     Returns:
-        Whether the metric was changed; one with a synchronisation of its own, or without states, is left alone.
+        A function that undoes it.
     """
     from torchmetrics import Metric
+    from torchmetrics.utilities.distributed import gather_all_tensors
 
-    if type(metric)._sync_dist is not Metric._sync_dist or not metric._reductions or metric.dist_sync_fn is not None:
-        return False
-    metric._sync_dist = lambda dist_sync_fn=None, process_group=None: _sync_states(metric, gather)
-    return True
+    usual = Metric._sync_dist
+
+    def sync(self: Any, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any = None) -> None:
+        if (process_group or self.process_group) is not None or self.dist_sync_fn is not None:
+            usual(self, dist_sync_fn, process_group)
+        elif self._reductions:
+            _sync_states(self, gather)
+
+    def undo() -> None:
+        Metric._sync_dist = usual  # type: ignore[method-assign]
+
+    Metric._sync_dist = sync  # type: ignore[method-assign]
+    return undo
 
 
-def sync_metric_as_usual(metric: Any) -> None:
-    """Undoes :func:`sync_metric_exactly`."""
-    metric.__dict__.pop("_sync_dist", None)
+def forget_computed(metric: Any) -> None:
+    """Drops a metric's cached result, so that all ranks take part where one has to compute it anew."""
+    metric._computed = None
+
+
+def leaves_processes(trainer: Any) -> bool:
+    """Whether the Trainer's processes end with the run, as those of the spawn and fork launchers do."""
+    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+
+    return isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
 
 
 def _sync_states(metric: Any, gather: Callable[[list[Any]], list[list[Any]]]) -> None:

@@ -8,6 +8,7 @@ own plain attributes (the list that collects outputs, a counter, a running tenso
 from collections import deque
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torchmetrics import Metric
@@ -28,9 +29,10 @@ def metrics_of(module: nn.Module) -> list[Metric]:
 class ModuleSnapshot:
     """What a module and its metrics hold now; :meth:`restore` puts it back.
 
-    Covered are the states of all torchmetrics objects inside the module, and of the module itself (not of its
-    children): its buffers, and among its attributes numbers, strings, tensors, and lists, dicts, sets and deques of
-    these to any depth.
+    Covered are all buffers; the states and plain attributes of all torchmetrics objects inside the module, its
+    containers included; and of the module itself (not of its children) every attribute: what it is bound to, and the
+    contents of tensors, arrays, lists, dicts, sets, deques and tuples of these, to any depth. What other objects hold
+    inside is not.
 
     Args:
         module: the module.
@@ -39,43 +41,58 @@ class ModuleSnapshot:
     """
 
     def __init__(self, module: nn.Module, metrics: list[Metric], ignore: frozenset[str] = frozenset()) -> None:
-        self._module = module
-        self._metrics = [(metric, _compat.metric_snapshot(metric)) for metric in {*metrics_of(module), *metrics}]
-        self._attributes = {name: value for name, value in vars(module).items() if name not in ignore}
         self._ignore = ignore
+        self._bindings: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._metrics: list[tuple[Metric, dict[str, Any]]] = []
         self._contents: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._arrays: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
-        for value in (*self._attributes.values(), *module.buffers(recurse=False)):
+        self._bind(module)
+        for value in (*metrics_of(module), *metrics, *module.buffers()):
+            self._remember(value)
+
+    def _bind(self, owner: nn.Module) -> None:
+        kept = {name: value for name, value in vars(owner).items() if name not in self._ignore}
+        self._bindings.append((vars(owner), kept))
+        for value in kept.values():
             self._remember(value)
 
     def _remember(self, value: Any) -> None:
-        if id(value) in self._seen:
+        if isinstance(value, _SCALARS) or id(value) in self._seen:
             return
         self._seen.add(id(value))
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Metric):
+            self._metrics.append((value, _compat.metric_snapshot(value)))
+            own = {name: item for name, item in vars(value).items() if isinstance(item, _SCALARS) and name[0] != "_"}
+            self._bindings.append((vars(value), own))
+        elif isinstance(value, torch.Tensor):
             self._tensors.append((value, value.detach().clone()))
-        elif isinstance(value, _CONTAINERS):
-            self._contents.append((value, value.copy()))
+        elif isinstance(value, np.ndarray):
+            self._arrays.append((value, value.copy()))
+        elif isinstance(value, (*_CONTAINERS, tuple)):
+            if not isinstance(value, tuple):
+                self._contents.append((value, value.copy()))
             for item in value.values() if isinstance(value, dict) else value:
-                if not isinstance(item, _SCALARS):
-                    self._remember(item)
+                self._remember(item)
 
     def restore(self) -> None:
-        """Puts everything back; an attribute that is new since then is removed."""
+        """Puts everything back; an attribute of the module that is new since then is removed."""
+        (attributes, kept), *_ = self._bindings
+        for name in [name for name in attributes if name not in kept and name not in self._ignore]:
+            del attributes[name]
+        for bound, values in self._bindings:
+            bound.update(values)
         for metric, snapshot in self._metrics:
             _compat.restore_metric(metric, snapshot)
-        attributes = vars(self._module)
-        for name in [name for name in attributes if name not in self._attributes and name not in self._ignore]:
-            del attributes[name]
-        covered = (*_SCALARS, *_CONTAINERS, torch.Tensor)
-        attributes.update({name: value for name, value in self._attributes.items() if isinstance(value, covered)})
         for container, contents in self._contents:
             container.clear()
             if isinstance(container, (list, deque)):
                 container.extend(contents)
             else:
                 container.update(contents)
-        with torch.no_grad():
-            for tensor, value in self._tensors:
+        for array, copied in self._arrays:
+            array[...] = copied
+        for tensor, value in self._tensors:
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(value)

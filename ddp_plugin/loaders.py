@@ -38,6 +38,16 @@ def replaced(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
     return clone
 
 
+_MOST_OBJECTS = 10_000  # an end for objects that answer every name with a new one
+
+
+def _attribute(item: object, name: str) -> Any:
+    try:
+        return getattr(item, name, None)
+    except Exception:  # a property that cannot answer yet holds nothing that could be told an epoch
+        return None
+
+
 def walk(loader: object) -> Iterator[object]:
     """Yields every object in reach of a loader that may keep an epoch or an order: batch samplers, samplers, datasets.
 
@@ -48,7 +58,7 @@ def walk(loader: object) -> Iterator[object]:
     """
     seen: set[int] = set()
     stack: list[object] = [loader]
-    while stack:
+    while stack and len(seen) < _MOST_OBJECTS:
         item = stack.pop()
         if id(item) in seen or item is None:
             continue
@@ -58,11 +68,11 @@ def walk(loader: object) -> Iterator[object]:
         if isinstance(item, ForwardsReads):
             stack.append(item.forwards_to)
         for name in ("dataset", "sampler", "base_sampler", "batch_sampler", "loader"):
-            child = getattr(item, name, None)
+            child = _attribute(item, name)
             if not isinstance(child, (list, tuple, dict, str, bytes, int, float)):
                 stack.append(child)
         for name in ("datasets", "samplers"):
-            children = getattr(item, name, None)
+            children = _attribute(item, name)
             if isinstance(children, (list, tuple, dict)):
                 stack.extend(children.values() if isinstance(children, dict) else children)
 
@@ -105,7 +115,10 @@ def share_loader(
         )
     batched = loader.batch_sampler is not None or isinstance(batches, BatchSampler)
     part = ExactBatchSampler(batches, world_size, rank, limit, agree, batched=batched)
-    return replaced(loader, **{"sampler" if loader.batch_sampler is None else "batch_sampler": part})
+    changes: dict[str, Any] = {"sampler" if loader.batch_sampler is None else "batch_sampler": part}
+    if hasattr(loader, "in_order"):
+        changes["in_order"] = True  # a batch is known by its position: which it is, and whether it is a ghost
+    return replaced(loader, **changes)
 
 
 def shared_part(loader: object) -> ExactBatchSampler | None:

@@ -1,9 +1,11 @@
 """Loaders whose length only iterating tells, kept in step: no rank leaves the loop while another still has a batch."""
 
+import copy
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -61,12 +63,14 @@ class LockstepLoader(ForwardsReads):
         if repeated is _END:
             return
         while True:
-            if batch is not _END:
+            is_own = batch is not _END
+            current = batch if is_own else copy.deepcopy(repeated)
+            if is_own:
                 self.num_own_batches += 1
-                repeated = batch
-            yield repeated
-            if batch is not _END:
                 batch = next(batches, _END)
+                if batch is _END:
+                    repeated = copy.deepcopy(current)  # a step may change what it is given
+            yield current
             if not self._any_rank_has(batch is not _END):
                 return
 
@@ -103,6 +107,9 @@ def _digest(batch: Any) -> str:
             digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
             beginning = value.detach().reshape(-1)[:_DIGESTED_ELEMENTS].cpu().contiguous()
             digest.update(beginning.view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, np.ndarray):
+            digest.update(f"{value.dtype} {value.shape}".encode())
+            digest.update(value.reshape(-1)[:_DIGESTED_ELEMENTS].tobytes())
         elif isinstance(value, Mapping):
             for key, item in value.items():
                 add(key)

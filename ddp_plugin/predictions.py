@@ -46,27 +46,37 @@ class Predictions:
 def split_batch(output: Any, num_samples: int) -> list[Any]:
     """Splits one batch's output into its samples' outputs, keeping the structure.
 
-    A tensor is split along its first dimension, a list of strings or numbers into its items; mappings and tuples, and
-    lists of anything else, are split member by member.
+    A tensor is split along its first dimension. A list of ``num_samples`` items that are no tensors holds one item per
+    sample; any other list, tuples and mappings are split member by member.
 
     Args:
         output: any nesting of tensors of shape ``(num_samples, ...)`` and lists of ``num_samples`` strings or numbers.
         num_samples: samples in the batch.
 
     Raises:
-        ValueError: a part has another length.
+        ValueError: a part has another length, or a list of as many tensors as there are samples could mean both.
     """
     if isinstance(output, Mapping):
         parts = {key: split_batch(value, num_samples) for key, value in output.items()}
         return [{key: part[position] for key, part in parts.items()} for position in range(num_samples)]
-    is_flat = isinstance(output, list) and all(isinstance(item, _SCALARS) for item in output)
-    if isinstance(output, (list, tuple)) and not is_flat:
+    if type(output) is list and len(output) == num_samples:
+        tensors = [item for item in output if isinstance(item, torch.Tensor)]
+        if not tensors or num_samples == 1 and not tensors[0].dim():
+            return list(output)
+        if any(tensor.shape[:1] != (num_samples,) for tensor in tensors):
+            return list(output)  # they cannot be members
+        raise ValueError(
+            explain(
+                f"a list of one entry per sample, or members of shape ({num_samples}, ...)",
+                f"{num_samples} tensors of first dimension {num_samples}, which could be both",
+                "Return a tuple of members, or stack the samples' tensors",
+            )
+        )
+    if isinstance(output, (list, tuple)):
         members = [split_batch(item, num_samples) for item in output]
         made = getattr(type(output), "_make", type(output))  # named tuples are built from an iterable by _make
         return [made([member[position] for member in members]) for position in range(num_samples)]
     if isinstance(output, torch.Tensor) and output.dim() > 0 and len(output) == num_samples:
-        return list(output)
-    if is_flat and len(output) == num_samples:
         return list(output)
     got = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else repr(output)[:80]
     raise ValueError(

@@ -185,7 +185,10 @@ class CustomDDPStrategy(DDPStrategy):
             ) from error
         assert isinstance(settings, StrategyConfig)
         arguments = {f.name: getattr(settings, f.name) for f in fields(StrategyConfig)}
-        arguments["timeout"] = timedelta(seconds=arguments.pop("timeout_s"))
+        timeout_s = arguments.pop("timeout_s")
+        if not 0 < timeout_s <= timedelta.max.total_seconds():
+            raise ValueError(explain("timeout_s above zero and finite", repr(timeout_s), "Give the timeout in seconds"))
+        arguments["timeout"] = timedelta(seconds=timeout_s)
         return cls(**arguments)
 
     # ------------------------------------------------------------------------------------------------ process group

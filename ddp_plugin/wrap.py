@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -45,8 +46,10 @@ def check_ddp_arguments(arguments: Mapping[str, Any]) -> None:
             )
     for name in ("bucket_cap_mb", "bucket_cap_mb_list"):
         caps_mb = arguments.get(name, [])
-        if any(cap_mb <= 0 for cap_mb in (caps_mb if isinstance(caps_mb, (list, tuple)) else [caps_mb])):
-            raise ValueError(explain(f"{name} above 0 MiB", repr(caps_mb), "Leave it out for torch's own bucket sizes"))
+        if any(not 0 < cap_mb < math.inf for cap_mb in (caps_mb if isinstance(caps_mb, (list, tuple)) else [caps_mb])):
+            raise ValueError(
+                explain(f"{name} above 0 MiB and finite", repr(caps_mb), "Leave it out for torch's own bucket sizes")
+            )
     _refuse_both(arguments, "bucket_cap_mb", "bucket_cap_mb_list")
     _refuse_both(arguments, "broadcast_buffers", "forward_sync_buffers")
     if arguments.get("static_graph") and arguments.get("find_unused_parameters"):

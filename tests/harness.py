@@ -38,7 +38,7 @@ class RankFailureError(AssertionError):
     """At least one rank failed, died or hung; the message holds the report of every rank."""
 
 
-def ranks(*world_sizes: int, init: bool = True, timeout_s: float = 60.0) -> Callable[..., Any]:
+def ranks(*world_sizes: int, init: bool = True, timeout_s: float = 120.0) -> Callable[..., Any]:
     """Runs the decorated test once for each world size, with its body executed on every rank.
 
     The test may take ``world_size`` and any fixture or parameter whose value can be pickled.
@@ -71,7 +71,7 @@ def ranks(*world_sizes: int, init: bool = True, timeout_s: float = 60.0) -> Call
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, /, *, init: bool = True, timeout_s: float = 60.0, **arguments: Any
+    function: Callable[..., Any], world_size: int, /, *, init: bool = True, timeout_s: float = 120.0, **arguments: Any
 ) -> list[Any]:
     """Runs ``function(**arguments)`` on ``world_size`` ranks and returns what each returned, in rank order.
 
@@ -189,6 +189,7 @@ def _rank_main(
     try:
         if init:
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+            dist.barrier()  # nobody may finish, and leave, while others still connect
         function: Any = importlib.import_module(target[0])
         for part in target[1].split("."):
             function = getattr(function, part)

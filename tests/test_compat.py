@@ -83,7 +83,7 @@ def test_torchs_private_names() -> None:
     assert _compat.default_group() is dist.group.WORLD
     timeout = _compat.default_group_timeout()
     assert timeout is not None
-    assert timeout.total_seconds() == 60
+    assert timeout.total_seconds() == 120
 
 
 def test_ddp_names_its_first_hook_argument_bucket() -> None:

@@ -57,7 +57,7 @@ def weights(model: nn.Module) -> Tensor:
     return torch.cat([value.double().reshape(-1) for value in model.state_dict().values()]).clone()
 
 
-@ranks(1, 2, 3, init=False, timeout_s=90)
+@ranks(1, 2, 3, init=False, timeout_s=240)
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_validation_equals_plain_torch_and_a_resume_equals_no_interruption(
     world_size: int, num_workers: int, tmp_path: Path

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ddp_plugin import GatherPredictions
+from ddp_plugin.errors import EvaluationMismatchError
 from ddp_plugin.predictions import Predictions, PredictionWriter, read_predictions, split_batch
 from tests.harness import ranks, trainer
 from tests.test_exact_evaluation import EveryThird, Numbers, Stream, _loader
@@ -54,7 +55,7 @@ def same(left: Any, right: Any) -> bool:
     return type(left) is type(right) and left == right
 
 
-@ranks(1, 2, 3, 4, init=False, timeout_s=120)
+@ranks(1, 2, 3, 4, init=False, timeout_s=240)
 @pytest.mark.parametrize("destination", ["rank_zero", "all"])
 def test_equals_one_process_for_every_length(destination: str) -> None:
     for length in (1, 2, 5, 9, 20):
@@ -182,6 +183,72 @@ def test_a_batch_is_split_by_structure() -> None:
     for unsplittable in (torch.tensor(3.0), 3.0, torch.arange(3), ["x"], "text"):
         with pytest.raises(ValueError, match="one entry for each of the batch's 2 samples"):
             split_batch(unsplittable, 2)
+
+
+def test_a_list_of_one_entry_per_sample_is_not_transposed() -> None:
+    entries = [{"box": torch.tensor([1.0, 2.0])}, {"box": torch.tensor([3.0, 4.0])}]
+    assert same(split_batch(entries, 2), entries)
+    ragged = [torch.ones(3), torch.ones(1)]
+    assert same(split_batch(ragged, 2), ragged)
+    members = [torch.arange(3), ["a", "b", "c"]]
+    assert same(split_batch(members, 3), [[torch.tensor(i), name] for i, name in enumerate("abc")])
+    with pytest.raises(ValueError, match="which could be both"):
+        split_batch([torch.ones(2), torch.ones(2)], 2)
+
+
+class EpochWriter(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("epoch")
+        self.given: Any = None
+
+    def write_on_epoch_end(self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any) -> None:
+        self.given = (predictions, batch_indices)
+
+
+@ranks(2, init=False)
+def test_a_writer_at_the_epochs_end_is_given_all_or_is_refused_before() -> None:
+    writer, loader = EpochWriter(), DataLoader(Numbers(5), batch_size=2)
+    trainer(callbacks=[GatherPredictions("all"), writer]).predict(Predicts(), loader)
+    outputs, indices = writer.given
+    assert same(outputs, [predict(batch) for batch in loader])
+    assert indices == [[[0, 1], [2, 3], [4]]]
+    with pytest.raises(ValueError, match="Put GatherPredictions first"):
+        trainer(callbacks=[EpochWriter(), GatherPredictions()]).predict(Predicts(), loader)
+
+
+@ranks(3, init=False)
+def test_a_ghost_step_leaves_no_trace_in_the_module() -> None:
+    class Counts(Predicts):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            self.names += predict(batch)["pair"].name
+            return predict(batch)
+
+    module = Counts()
+    trainer(callbacks=[GatherPredictions()]).predict(module, DataLoader(Numbers(7), batch_size=2))
+    own = [[0, 1, 2, 3], [4, 5], [6]][dist.get_rank()]
+    assert module.names == [f"sample {index}" for index in own]
+
+
+@ranks(2, init=False)
+def test_a_prediction_that_is_cut_short_raises_on_all_ranks() -> None:
+    class Skips(Predicts):
+        def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            if batch_idx == 1:
+                raise StopIteration
+
+    with pytest.raises(EvaluationMismatchError, match="predictions for 4 batches. Got 2"):
+        trainer(callbacks=[GatherPredictions()]).predict(Skips(), DataLoader(Numbers(8), batch_size=2))
+
+
+def test_spawned_processes_would_lose_the_predictions() -> None:
+    gather = GatherPredictions()
+    run = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp_plugin_spawn", logger=False, callbacks=[gather])
+    with pytest.raises(ValueError, match="spawn and fork launchers"):
+        gather._refuse_what_would_be_lost(run)
 
 
 def test_a_sample_drawn_twice_is_there_twice() -> None:

@@ -112,6 +112,31 @@ def _fit(
     return module
 
 
+def _folds(raises: bool) -> list[list[int]]:
+    pl.seed_everything(3, verbose=False)
+    folds = []
+    for _ in range(2):
+        folds.append(torch.randperm(20).tolist())
+        if raises:
+            with pytest.raises(ZeroDivisionError):
+                _fit(_loader(), callback=PerRankSeed(), others=(_Raises(),))
+        else:
+            _fit(_loader(), callback=PerRankSeed())
+    return [*folds, torch.randperm(20).tolist()]
+
+
+class _Raises(Callback):
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_after_a_run_the_ranks_agree_again_and_go_on_drawing(raises: bool) -> None:
+    first, second = run_ranks(_folds, 2, init=False, raises=raises)
+    assert first == second
+    assert len({tuple(fold) for fold in first}) == 3
+
+
 # ---------------------------------------------------------------------------- differ by rank and epoch, and repeat
 
 

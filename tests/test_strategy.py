@@ -93,6 +93,18 @@ def test_accumulation_equals_one_process_also_with_a_static_graph(settings: dict
 
 
 @ranks(2, init=False)
+def test_a_second_fit_with_a_static_graph_and_accumulation() -> None:
+    run = trainer(strategy=CustomDDPStrategy(static_graph=True), accumulate_grad_batches=3)
+    sampler = torch.utils.data.DistributedSampler(make_data(), 2, int(os.environ["RANK"]), shuffle=False)
+    for _ in range(2):
+        module = Regression()
+        run.fit(module, DataLoader(make_data(), batch_size=2, sampler=sampler))
+        assert torch.allclose(flat(module), one_process(3), rtol=0, atol=1e-12)
+        run.fit_loop.epoch_progress.reset()
+        run.fit_loop.epoch_loop.batch_progress.reset()
+
+
+@ranks(2, init=False)
 def test_lightnings_static_graph_with_accumulation_fails() -> None:
     run = trainer(strategy=DDPStrategy(static_graph=True), accumulate_grad_batches=3)
     with pytest.raises(RuntimeError, match="expect_autograd_hooks_"):
@@ -327,7 +339,7 @@ def test_bytes_on_the_wire() -> None:
         ({"comm_hook": "bf16", "ddp_comm_hook": print}, "comm_hook or Lightning's ddp_comm_"),
         ({"ddp_comm_state": 3}, "ddp_comm_hook beside its state"),
         ({"static_graph": True, "find_unused_parameters": True}, "static_graph=True alone"),
-        ({"bucket_cap_mb": 0}, "bucket_cap_mb above 0"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb above 0 MiB and finite"),
         ({"bucket_cap_mb": 25, "bucket_cap_mb_list": [1, 2]}, "bucket_cap_mb or bucket_cap_mb_list"),
         ({"broadcast_buffers": True, "forward_sync_buffers": True}, "broadcast_buffers or forward_sync_buffers"),
         ({"nccl": NcclOptions(max_ctas=8), "process_group_backend": "gloo"}, "process_group_backend='nccl' beside"),
@@ -561,7 +573,7 @@ def test_settings_that_came_too_late_are_named() -> None:
     strategy = CustomDDPStrategy(timeout=timedelta(seconds=77))
     run = trainer(strategy=strategy)
     if dist.get_rank() == 0:
-        with pytest.warns(UserWarning, match=r"timeout 0:01:17 was asked for, 0:01:00 is in force"):
+        with pytest.warns(UserWarning, match=r"timeout 0:01:17 was asked for, 0:02:00 is in force"):
             run.fit(Regression(), DataLoader(make_data(), batch_size=4))
     else:
         run.fit(Regression(), DataLoader(make_data(), batch_size=4))

@@ -38,7 +38,9 @@ def share_or_keep_in_step(loader: object, trainer: pl.Trainer, group: dist.Proce
     """
     if shared_part(loader) is not None or isinstance(loader, LockstepLoader):
         return loader
-    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+    # A loader that iterates in its own way may never ask its batch sampler, so changing that would change nothing.
+    iterates_as_torchs = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    if iterates_as_torchs and isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         # Torch's own sampler says what it does, so it can be undone; a subclass of it is the user's business.
         is_torchs = any(type(item) is DistributedSampler for item in walk(loader))
         if is_torchs or _compat.uses_distributed_sampler(trainer):

@@ -1,5 +1,6 @@
 """What the callbacks share: the seams of the strategy that they use, and how they find them."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
@@ -10,7 +11,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from ddp_plugin import _compat
 from ddp_plugin.errors import explain
 
-__all__ = ["DataParallelStrategy", "transform_loaders"]
+__all__ = ["DataParallelStrategy", "framework_attributes", "transform_loaders"]
 
 
 class DataParallelStrategy(Protocol):
@@ -62,3 +63,9 @@ def transform_loaders(
         )
     _compat.append_dataloader_transform(trainer, transform)
     return None
+
+
+@functools.cache
+def framework_attributes() -> frozenset[str]:
+    """Names of the attributes that every LightningModule has; they are not the user's state."""
+    return frozenset(vars(pl.LightningModule()))

@@ -1,6 +1,5 @@
 """Evaluation to the last sample: each one exactly once, the same metrics as one process, on any number of ranks."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +8,10 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.trainer.states import RunningStage
-from torchmetrics import Metric
 
 from ddp_plugin import _compat
 from ddp_plugin.callbacks._sharing import share_or_keep_in_step
-from ddp_plugin.callbacks._shell import transform_loaders
+from ddp_plugin.callbacks._shell import framework_attributes, transform_loaders
 from ddp_plugin.errors import DDPPluginError, EvaluationMismatchError, explain
 from ddp_plugin.evaluation import EvaluationRecord, combine_logged
 from ddp_plugin.gather import gather_objects, gather_tensors
@@ -74,7 +72,7 @@ class ExactEvaluation(pl.Callback):
         self._side_by_side = False
         self._tallies: list[list[int]] = []  # for each loader: samples, batches, sum of fingerprints
         self._logged: _compat.LoggedValues | None = None
-        self._synced: list[Metric] = []
+        self._release_metrics: Callable[[], None] | None = None
         self._before_ghost: list[Callable[[], None]] = []
         self._due = False
 
@@ -101,17 +99,27 @@ class ExactEvaluation(pl.Callback):
         loaders, mode = _compat.loaders_of(loop)
         self._parts = [loader if isinstance(loader, LockstepLoader) else shared_part(loader) for loader in loaders]
         self._side_by_side = mode != "sequential"
-        if self._side_by_side and trainer.world_size > 1:
-            self._refuse_unequal(mode)
-        elif self._side_by_side:
-            self._parts = [None for _ in loaders]  # one process: nothing to share out, and the mode may end it early
+        if trainer.world_size > 1:
+            self._refuse_what_cannot_be_shared(mode, takes_iterator=_compat.takes_iterator(loop))
+        elif self._side_by_side or _compat.takes_iterator(loop):
+            self._parts = [None for _ in loaders]  # one process: nothing is shared out, and the loop may end early
         self._tallies = [[0, 0, 0] for _ in loaders]
         self._logged = _compat.LoggedValues(loop)
         self._logged.on_epoch_metrics(lambda: self._reduce_logged(pl_module))
-        self._synced = [metric for metric in metrics_of(pl_module) if _compat.sync_metric_exactly(metric, self._gather)]
+        self._release_metrics = _compat.sync_metrics_exactly(self._gather)
 
-    def _refuse_unequal(self, mode: str) -> None:
-        """Loaders that are read side by side must be shared out alike, or the pairing of their batches would change."""
+    def _refuse_what_cannot_be_shared(self, mode: str, *, takes_iterator: bool) -> None:
+        """A step must be told its batch; and loaders read side by side must be shared out alike, to stay paired."""
+        if takes_iterator:
+            raise ValueError(
+                explain(
+                    "a step that takes its batch, because a rank without one must be told to leave no trace",
+                    "a step that takes dataloader_iter",
+                    "Take (batch, batch_idx) in validation_step and test_step, or leave ExactEvaluation out",
+                )
+            )
+        if not self._side_by_side:
+            return
         batches = [part.num_batches if isinstance(part, ExactBatchSampler) else None for part in self._parts]
         if len(batches) > 1 and (None in batches or len(set(batches)) > 1):
             raise ValueError(
@@ -133,14 +141,14 @@ class ExactEvaluation(pl.Callback):
         part = self._parts[dataloader_idx]
         if part is not None and part.is_ghost(batch_idx):
             logged, values = self._logged, self._logged.snapshot()
-            snapshot = ModuleSnapshot(pl_module, list(logged.metric_objects().values()), ignore=_framework_attributes())
+            snapshot = ModuleSnapshot(pl_module, list(logged.metric_objects().values()), ignore=framework_attributes())
             self.is_ghost_step = True
             self._before_ghost = [snapshot.restore, lambda: logged.restore(values)]
 
     def _end_ghost_step(self) -> None:
-        for restore in self._before_ghost:
+        restores, self._before_ghost, self.is_ghost_step = self._before_ghost, [], False
+        for restore in restores:
             restore()
-        self._before_ghost, self.is_ghost_step = [], False
 
     def on_validation_batch_end(
         self,
@@ -167,6 +175,8 @@ class ExactEvaluation(pl.Callback):
         if self._logged is None or not self._due:
             return
         self._due = False
+        for metric in {*metrics_of(module), *self._logged.metric_objects().values()}:
+            _compat.forget_computed(metric)
         parts = gather_objects((self._logged.pending(), list(self._logged.metric_objects())), self._group)
         if any(metric_keys != parts[0][1] for _, metric_keys in parts):
             raise DDPPluginError(
@@ -221,8 +231,8 @@ class ExactEvaluation(pl.Callback):
         self._end_ghost_step()
         if self._logged is not None:
             self._logged.release()
-        for metric in self._synced:
-            _compat.sync_metric_as_usual(metric)
+        if self._release_metrics is not None:
+            self._release_metrics()
         self._forget()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -258,9 +268,3 @@ def _audit(stage: str, index: int, part: ExactBatchSampler, tallies: list[list[i
         num_samples_dropped=dropped,
         order_hash=order_hash % 2**64,
     )
-
-
-@functools.cache
-def _framework_attributes() -> frozenset[str]:
-    """Names of the attributes that every LightningModule has; they are not the user's state."""
-    return frozenset(vars(pl.LightningModule()))

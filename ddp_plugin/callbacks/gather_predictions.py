@@ -6,13 +6,15 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.trainer.states import RunningStage
 
 from ddp_plugin import _compat
 from ddp_plugin.callbacks._sharing import share_or_keep_in_step
-from ddp_plugin.callbacks._shell import transform_loaders
+from ddp_plugin.callbacks._shell import framework_attributes, transform_loaders
 from ddp_plugin.errors import EvaluationMismatchError, explain
 from ddp_plugin.gather import gather_objects, gather_objects_to
+from ddp_plugin.ghost import ModuleSnapshot
 from ddp_plugin.loaders import replaced, shared_part
 from ddp_plugin.lockstep import LockstepLoader
 from ddp_plugin.predictions import Predictions, PredictionWriter
@@ -61,6 +63,7 @@ class GatherPredictions(pl.Callback):
         self._trainer: pl.Trainer | None = None
         self._own: list[Predictions] = []
         self._writer: PredictionWriter | None = None
+        self._before_ghost: ModuleSnapshot | None = None
         self._parts: list[ExactBatchSampler | LockstepLoader | None] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -70,6 +73,7 @@ class GatherPredictions(pl.Callback):
         self._group = transform_loaders(self, trainer, self._share)
         self._trainer = trainer
         _compat.keep_user_loaders(trainer, [RunningStage.PREDICTING])
+        self._refuse_what_would_be_lost(trainer)
         if self.output_dir is not None:
             problems = gather_objects(PredictionWriter.used_files(self.output_dir), self._group)
             if used := next(filter(None, problems), None):
@@ -78,6 +82,26 @@ class GatherPredictions(pl.Callback):
                         f"no predictions in {self.output_dir!r} yet", f"{used}", "Choose another folder, or empty it"
                     )
                 )
+
+    def _refuse_what_would_be_lost(self, trainer: pl.Trainer) -> None:
+        if self.output_dir is None and _compat.leaves_processes(trainer):
+            raise ValueError(
+                explain(
+                    "output_dir=, because the spawn and fork launchers' processes end with the run",
+                    "GatherPredictions() without it",
+                    "Pass GatherPredictions(output_dir=...), or use the default start_method='popen'",
+                )
+            )
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        early = callbacks[: callbacks.index(self)]
+        if any(isinstance(other, BasePredictionWriter) and other.interval.on_epoch for other in early):
+            raise ValueError(
+                explain(
+                    "GatherPredictions before a prediction writer that writes at the epoch's end",
+                    f"{[type(other).__name__ for other in (*early, self)]}",
+                    "Put GatherPredictions first in the Trainer's list of callbacks",
+                )
+            )
 
     def _share(self, loader: object, stage: RunningStage) -> object:
         if self._trainer is None or stage is not RunningStage.PREDICTING:
@@ -98,6 +122,20 @@ class GatherPredictions(pl.Callback):
         if self.output_dir is not None:
             self._writer = PredictionWriter(self.output_dir, trainer.global_rank, self.chunk_size)
             trainer.predict_loop.return_predictions = False  # or Lightning would keep them all in memory
+
+    def on_predict_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Takes back the ghost step before, and remembers the module if this is one."""
+        self._end_ghost_step()
+        part = self._parts[dataloader_idx]
+        if part is not None and part.is_ghost(batch_idx):
+            self._before_ghost = ModuleSnapshot(pl_module, [], ignore=framework_attributes())
+
+    def _end_ghost_step(self) -> None:
+        before, self._before_ghost = self._before_ghost, None
+        if before is not None:
+            before.restore()
 
     def on_predict_batch_end(
         self,
@@ -122,6 +160,7 @@ class GatherPredictions(pl.Callback):
 
     def on_predict_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Gathers, or completes the files."""
+        self._end_ghost_step()
         if self._writer is not None:
             self._complete_files(self._writer, trainer.global_rank)
             return
@@ -132,7 +171,8 @@ class GatherPredictions(pl.Callback):
         ]
         self._own = []
         if trainer.predict_loop.return_predictions:
-            _compat.set_predictions(trainer, [part.outputs for part in self.predictions])
+            outputs = [part.outputs for part in self.predictions]
+            _compat.set_predictions(trainer, outputs, [part.indices for part in self.predictions])
 
     def _gathered(self, own: Predictions, most_batches: int) -> Predictions:
         destination = 0 if self.destination == "rank_zero" else None

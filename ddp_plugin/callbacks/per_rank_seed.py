@@ -1,5 +1,6 @@
 """Ranks draw different numbers where they should, the same where they must, and the same again in the next run."""
 
+import itertools
 import os
 from typing import Any
 
@@ -15,11 +16,21 @@ from ddp_plugin.callbacks._shell import transform_loaders
 from ddp_plugin.errors import explain
 from ddp_plugin.gather import gather_objects
 from ddp_plugin.loaders import replaced
-from ddp_plugin.seeding import LoaderStreams, RunStreams, SeedWorker, StreamedSampler, may_draw, streamed
+from ddp_plugin.seeding import (
+    LoaderStreams,
+    RunStreams,
+    SeedWorker,
+    StreamedSampler,
+    may_draw,
+    seed_streams,
+    stream_seed,
+    streamed,
+)
 
 __all__ = ["PerRankSeed"]
 
 _MAX_SEED = 2**63 - 1
+_num_runs = itertools.count()  # of this process, whatever callback object they had; the same on all ranks
 
 
 class PerRankSeed(pl.Callback):
@@ -33,6 +44,8 @@ class PerRankSeed(pl.Callback):
       process; validation, test and predict.
     - **Independent of what else happens**: a training step draws the same numbers whether validation runs or not, and
       in a resumed run. No generator's state is saved.
+
+    After the run, also after an exception, all ranks go on from one shared stream, a new one after each run.
 
     Where the seed comes from: the argument, else ``PL_GLOBAL_SEED`` (``seed_everything``), else the checkpoint of the
     run that is resumed, else rank 0 draws one. It is logged with its source. ``PL_GLOBAL_SEED`` and ``PL_SEED_WORKERS``
@@ -132,7 +145,18 @@ class PerRankSeed(pl.Callback):
             )
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Lets go of the Trainer."""
+        """Moves on to a stream that all ranks share, and lets go of the Trainer."""
+        self._leave()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Does what ``teardown`` does; Lightning calls none after an exception."""
+        self._leave()
+
+    def _leave(self) -> None:
+        # What comes after a run (a random split for the next fold, say) is the same on all ranks, as it was before the
+        # run, and new after each run: Lightning seeds anew at each start, so going back would repeat the last draws.
+        if self._trainer is not None and self._streams is not None:
+            seed_streams(stream_seed(self._streams.seed, None, "after a run", next(_num_runs), 0))
         self._trainer = None
 
     # ---------------------------------------------------------------------------------------------------- the training
