@@ -54,9 +54,10 @@ def main(argv: list[str]) -> None:
         return
 
     chosen = settings.data
-    corpus = find_corpus(chosen.path, list(chosen.patterns), chosen.max_bytes, chosen.validation_ratio)
-    files = TokenFiles(corpus, config.vocab_size, chosen.cache_dir)
-    checkpoint = find_checkpoint(settings, describe_model(settings), plan.num_steps, "trainer.max_steps")
+    with mistakes_of_settings():
+        corpus = find_corpus(chosen.path, list(chosen.patterns), chosen.max_bytes, chosen.validation_ratio)
+        files = TokenFiles(corpus, config.vocab_size, chosen.cache_dir)
+        checkpoint = find_checkpoint(settings, describe_model(settings), plan.num_steps, "trainer.max_steps")
     say(f"The corpus\n{describe(corpus)}")
 
     pl.seed_everything(settings.seed, workers=True, verbose=False)
@@ -66,10 +67,9 @@ def main(argv: list[str]) -> None:
     trainer = make_trainer(settings, plan, strategy, [schedule, throughput])
     trainer.fit(model, TextData(settings, plan, files), ckpt_path=checkpoint)
 
-    order0 = order0_bits_per_byte(corpus.validation)
     result = [
         ("validation", f"{trainer.callback_metrics['val_bits_per_byte']:.4f} bits per byte"),
-        ("without context", f"{order0:.4f} bits per byte at least: the entropy of the validation's single bytes"),
+        *yardsticks(files, config),
         ("training", str(throughput.report() or "too few steps to measure")),
     ]
     say(f"The result\n{table(result)}")
@@ -357,6 +357,17 @@ def describe(corpus: Corpus) -> str:
     for name, pieces in (("training", corpus.train), ("validation", corpus.validation)):
         rows.append((name, f"{sum(piece.num_bytes for piece in pieces):,} bytes in {len(pieces):,} documents"))
     return table(rows)
+
+
+def yardsticks(files: TokenFiles, config: TransformerConfig) -> list[tuple[str, str]]:
+    """Says what a model reaches on the validation text that has learnt nothing, and one that sees no context."""
+    pieces = files.corpus.validation
+    num_targets = files.blocks("validation", config.block_size, keep_tail=True).num_targets
+    untrained = bits_per_byte(num_targets * math.log(config.vocab_size), sum(piece.num_bytes for piece in pieces))
+    return [
+        ("without context", f"{order0_bits_per_byte(pieces):.4f} bits per byte: the entropy of single bytes"),
+        ("untrained", f"{untrained:.4f} bits per byte: all tokens equally likely"),
+    ]
 
 
 def sample(model: LanguageModel, settings: DictConfig, seed: int) -> str:

@@ -92,22 +92,27 @@ def find_checkpoint(settings: DictConfig, model: Any, num_steps: int, length: st
         length: name of the setting that makes a run longer.
 
     Raises:
-        SettingsError: there is none, it belongs to another model, or it has no step left to do.
+        SettingsError: there is none, it is unreadable, it belongs to another model, or it has no step left to do.
     """
     if not settings.resume:
         return None
     path = last_checkpoint(settings) if settings.resume is True else Path(str(settings.resume))
     if not path.is_file():
         raise SettingsError(explain("resume= to name a checkpoint", f"{path}, which is no file", "Correct it"))
-    found = torch.load(path, map_location="meta", weights_only=True, mmap=True)
+    try:
+        found = torch.load(path, map_location="meta", weights_only=True, mmap=True)
+        step = int(found["global_step"])
+    except Exception as error:  # a file that is no checkpoint can fail with nearly any exception
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise SettingsError(explain(f"a checkpoint of Lightning's in {path}", first_line, "Correct resume=")) from error
     saved = found.get("hyper_parameters", {}).get("model")
     if saved != model:
         raise SettingsError(explain(f"a checkpoint of the model {model}", f"{saved}", "Give that run's settings"))
-    if found["global_step"] >= num_steps:
+    if step >= num_steps:
         raise SettingsError(
             explain(
                 "a run longer than its checkpoint",
-                f"{num_steps} steps and a checkpoint at {found['global_step']}",
+                f"{num_steps} steps and a checkpoint at {step}",
                 f"Raise {length}, or leave resume out",
             )
         )

@@ -436,12 +436,18 @@ REAL = (  # a slice of the standard library, and few tokens, so that an untraine
 
 def test_a_short_run_on_real_text_beats_the_entropy_of_its_bytes(texts: Path, tmp_path: Path) -> None:
     settings = [*_arguments(texts, tmp_path), *REAL]
-    short = ("trainer.batch_size=16", "trainer.max_steps=60", "trainer.validate_every=60", "optimizer.warmup_steps=10")
+    short = (
+        "trainer.batch_size=16",
+        "trainer.max_steps=100",
+        "trainer.validate_every=100",
+        "optimizer.warmup_steps=10",
+    )
     finished = _run(*settings, *short, "trainer.progress_bar=false", "optimizer.learning_rate=5e-3")
     assert finished.returncode == 0, finished.stderr
-    found = re.search(r"validation +([\d.]+) bits per byte\n  without context +([\d.]+) bits", finished.stdout)
+    rows = ("validation", "without context", "untrained")
+    found = re.search(r"\n".join(rf"  {row} +([\d.]+) bits per byte.*" for row in rows), finished.stdout)
     assert found is not None, finished.stdout
-    trained, order0 = float(found[1]), float(found[2])
+    trained, order0, uniform = map(float, found.groups())
 
     frequencies = Counter(
         b"".join(piece.path.read_bytes() for piece in find_corpus(None, [], 300_000, 0.05).validation)
@@ -451,6 +457,7 @@ def test_a_short_run_on_real_text_beats_the_entropy_of_its_bytes(texts: Path, tm
     assert trained < 0.9 * order0
     untrained, _ = _validate(settings)
     assert untrained > order0
+    assert untrained == pytest.approx(uniform, rel=0.01)
 
 
 # ------------------------------------------------------------------------------------------------- plan and dry run
@@ -503,6 +510,8 @@ def test_the_plan_shows_what_a_global_batch_is_made_of(capsys: pytest.CaptureFix
         (["strategy.nccl.min_ctas=4", "strategy.nccl.max_ctas=2"], "min_ctas"),
         (["data.path=/nowhere/at/all"], "does not exist"),
         (["resume=/nowhere/last.ckpt"], "resume= to name a checkpoint"),
+        (["data.path=3"], "int"),
+        ([f"resume={__file__}"], "Expected a checkpoint of Lightning's in"),
         (["trainer.batch_size=0"], "trainer.batch_size to be at least 1"),
         (["trainer.accumulate=0"], "trainer.accumulate to be at least 1"),
         (["trainer.validate_every=0"], "trainer.validate_every to be at least 1"),
