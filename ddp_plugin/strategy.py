@@ -6,6 +6,7 @@ reduction gives, what happens to loaders.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -125,7 +126,7 @@ class CustomDDPStrategy(DDPStrategy):
             "batched_grad_copy": batched_grad_copy,
         }
         given = {name: value for name, value in (named | ddp_kwargs).items() if value is not None}
-        check_ddp_arguments(given)
+        check_ddp_arguments(given, also_known=inspect.signature(CustomDDPStrategy).parameters)
         self._comm_hook = resolve_hook(comm_hook) if comm_hook is not None else None
         self._nccl = nccl
         lightning_hook = {

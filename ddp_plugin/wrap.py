@@ -3,7 +3,7 @@
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -19,11 +19,12 @@ __all__ = ["BucketObserver", "check_ddp_arguments", "no_sync", "observed", "refu
 _SET_BY_THE_STRATEGY = ("self", "module", "device_ids")
 
 
-def check_ddp_arguments(arguments: Mapping[str, Any]) -> None:
+def check_ddp_arguments(arguments: Mapping[str, Any], also_known: Iterable[str] = ()) -> None:
     """Refuses arguments of DistributedDataParallel that this torch lacks or that contradict one another.
 
     Args:
         arguments: what the user gave, by torch's own names; nothing that was left at ``None``.
+        also_known: further names that may have been meant where one is unknown.
 
     Raises:
         TypeError: a name that the installed torch's DDP does not have.
@@ -35,7 +36,7 @@ def check_ddp_arguments(arguments: Mapping[str, Any]) -> None:
     known = [name for name in inspect.signature(DistributedDataParallel).parameters if name not in _SET_BY_THE_STRATEGY]
     for name in arguments:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
+            close = difflib.get_close_matches(name, [*known, *also_known], n=1)
             hint = f"Did you mean {close[0]!r}?" if close else "Remove it, or upgrade torch if it is newer than yours"
             raise TypeError(
                 explain(

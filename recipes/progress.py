@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm import tqdm
 
 __all__ = ["StepBar", "write_above"]
 

@@ -356,7 +356,11 @@ def test_contradictions_raise_at_construction(settings: dict[str, Any], message:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"bucket_cap": 3}, "Did you mean 'bucket_cap_mb'"), ({"comm_hook": print}, "ddp_comm_hook=")],
+    [
+        ({"bucket_cap": 3}, "Did you mean 'bucket_cap_mb'"),
+        ({"com_hook": "bf16"}, "Did you mean 'comm_hook'"),
+        ({"comm_hook": print}, "ddp_comm_hook="),
+    ],
 )
 def test_unknown_things_raise_at_construction(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):

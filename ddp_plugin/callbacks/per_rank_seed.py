@@ -77,6 +77,7 @@ class PerRankSeed(pl.Callback):
         self._trainer: pl.Trainer | None = None
         self._streams: RunStreams | None = None
         self._is_drawn = False
+        self._announced: tuple[int, str] | None = None
         self._train_key: tuple[str, int, int] | None = None
         self._num_loaders: dict[str, tuple[int, int]] = {}  # stage: (epoch in which they were loaded, how many)
         self._train_loaders: list[LoaderStreams] = []
@@ -92,9 +93,11 @@ class PerRankSeed(pl.Callback):
         self._train_key = None
         self._num_loaders = {}
         self._train_loaders = []
-        rank_zero_info(
-            f"PerRankSeed: random streams from seed {seed} ({source}); PerRankSeed(seed={seed}) repeats them."
-        )
+        if (seed, source) != self._announced:
+            self._announced = (seed, source)
+            rank_zero_info(
+                f"PerRankSeed: random streams from seed {seed} ({source}); PerRankSeed(seed={seed}) repeats them."
+            )
         if "PL_GLOBAL_SEED" not in os.environ:  # else Lightning has just seeded all ranks alike
             self._streams.enter_shared("setup")
 
