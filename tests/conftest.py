@@ -1,0 +1,19 @@
+"""What every test finds: no process group, and the environment that the run began with."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Takes back what a Trainer in this process leaves: a process group that holds a port, and its address."""
+    before = dict(os.environ)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
