@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 __all__ = ["StepBar", "write_above"]
 
-_BAR = "{desc} {percentage:3.0f}% |{bar:30}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
+_BAR = "{desc} {percentage:3.0f}% |{bar:10}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
 
 
 class StepBar(ProgressBar):
@@ -103,7 +103,10 @@ class StepBar(ProgressBar):
         if self._bar is not None:
             self._bar.n = step
             self._bar.set_description_str("training", refresh=False)
-            self._bar.set_postfix_str(_as_text(trainer.progress_bar_metrics))
+            metrics = trainer.progress_bar_metrics
+            # What was measured last comes last, and would be the first to fall off a narrow terminal.
+            names = sorted(metrics, key=lambda name: not name.startswith("val"))
+            self._bar.set_postfix_str(_as_text({name: metrics[name] for name in names}))
         elif self._is_enabled:
             print(f"step {step:,}/{self.num_steps:,}: {_as_text(trainer.progress_bar_metrics)}", flush=True)
 

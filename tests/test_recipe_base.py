@@ -448,7 +448,9 @@ def test_progress_in_a_terminal_is_one_bar(capsys: pytest.CaptureFixture[str], m
     printed = capsys.readouterr().out
     assert printed.count("\n") == 1
     assert "| 40/40 [" in printed.splitlines()[-1]
-    assert printed.rstrip().endswith("loss 0.025, tokens_per_s 1,234, val 0.5")
+    assert printed.rstrip().endswith(
+        "val 0.5, loss 0.025, tokens_per_s 1,234"
+    )  # the validation first: it is never cut off
 
 
 def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
