@@ -117,6 +117,16 @@ def test_a_snapshot_puts_everything_back() -> None:
     assert len(metrics_of(holder)) == 2
 
 
+def test_a_snapshot_taken_in_inference_mode_is_put_back_outside_of_it() -> None:
+    holder = Holder()
+    with torch.inference_mode():
+        holder.total = torch.ones(2)
+        snapshot = ModuleSnapshot(holder, [], ignore=frozenset(vars(nn.Module())))
+        holder.total += 5
+    snapshot.restore()  # as after an exception, when the loop's inference mode has ended
+    assert holder.total.tolist() == [1.0, 1.0]
+
+
 @ranks(2, 3)
 def test_loaders_are_kept_in_step(world_size: int) -> None:
     rank, group = dist.get_rank(), dist.group.WORLD
@@ -134,6 +144,15 @@ def test_loaders_are_kept_in_step(world_size: int) -> None:
             if lengths[rank]:
                 assert all(value == got[lengths[rank] - 1] for value in got[lengths[rank] :])
             assert not loader.delivers_the_same or longest == 0
+
+
+@ranks(2)
+def test_a_step_may_change_what_it_is_given() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    own = [{"x": [rank]} for rank in range(3 if dist.get_rank() == 0 else 1)]
+    taken = [batch.pop("x") for batch in LockstepLoader(own, group)]
+    assert taken == ([[0], [1], [2]] if dist.get_rank() == 0 else [[0], [0], [0]])
 
 
 @ranks(2)

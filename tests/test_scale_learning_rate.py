@@ -215,6 +215,21 @@ def test_a_second_fit_scales_new_optimizers_and_no_old_ones():
         assert kept.used[0] == pytest.approx([0.4, 0.04])
 
 
+@ranks(1, init=False)
+def test_a_second_fit_of_one_trainer_speaks_of_no_checkpoint():
+    said = []
+    run, model = trainer(callbacks=[ScaleLearningRate(1)], max_epochs=1), Model()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scale_learning_rate, "rank_zero_warn", said.append)
+        for max_epochs in (1, 2):
+            run.fit_loop.max_epochs = max_epochs
+            model.used.clear()
+            run.fit(model, loader(2))
+            assert model.used[0] == pytest.approx([0.2, 0.02])
+    assert run.global_step > 4
+    assert said == []
+
+
 def warned(callback, **settings):
     said = []
     with pytest.MonkeyPatch.context() as patch:

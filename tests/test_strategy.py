@@ -426,6 +426,18 @@ def test_from_config_refuses_what_it_does_not_know() -> None:
     assert nested._nccl == NcclOptions(max_ctas=8)
 
 
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), 0.0, -1.0])
+def test_from_config_refuses_a_timeout_that_is_none(timeout_s: float) -> None:
+    with pytest.raises(ValueError, match="timeout_s above zero and finite"):
+        CustomDDPStrategy.from_config({"timeout_s": timeout_s})
+
+
+@pytest.mark.parametrize("cap_mb", [float("nan"), float("inf"), -1])
+def test_a_bucket_that_is_no_size_is_refused(cap_mb: float) -> None:
+    with pytest.raises(ValueError, match="bucket_cap_mb above 0 MiB and finite"):
+        CustomDDPStrategy(bucket_cap_mb=cap_mb)
+
+
 def test_the_config_has_every_plain_setting() -> None:
     from dataclasses import fields
 
