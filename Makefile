@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: llm resnet test lint bench test-gpu clean
+.PHONY: llm resnet test lint parity bench test-gpu clean
 
 llm: $(VENV)/.installed
 	$(BIN)/python recipes/llm.py $(ARGS)
@@ -21,6 +21,10 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Every cell of the parity table; `make test` runs a sample of it.
+parity: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_parity.py --whole-parity-table $(ARGS)
 
 bench: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks $(ARGS)

@@ -14,12 +14,18 @@ if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
 
 from ddp_plugin.callbacks import (
     ConvertSyncBatchNorm,
+    DecisionSync,
     ExactEvaluation,
     GatherPredictions,
+    GlobalMeanLoss,
+    GradientNoiseScale,
     PerRankSeed,
+    ReplicaConsistency,
     SamplerEpoch,
     ScaleLearningRate,
     default_callbacks,
+    log_weight,
+    normalize_gradients,
 )
 from ddp_plugin.config import NcclOptions, StrategyConfig
 from ddp_plugin.predictions import read_predictions
@@ -30,15 +36,21 @@ __version__ = "0.1.0"
 __all__ = [
     "ConvertSyncBatchNorm",
     "CustomDDPStrategy",
+    "DecisionSync",
     "ExactEvaluation",
     "GatherPredictions",
+    "GlobalMeanLoss",
+    "GradientNoiseScale",
     "NcclOptions",
     "PerRankSeed",
+    "ReplicaConsistency",
     "SamplerEpoch",
     "ScaleLearningRate",
     "StrategyConfig",
     "__version__",
     "default_callbacks",
+    "log_weight",
+    "normalize_gradients",
     "read_predictions",
 ]
 

@@ -3,16 +3,18 @@
 Each helper says why no public way exists; ``tests/test_compat.py`` notices when a name moves.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import (
     GradBucket as GradBucket,  # torch.distributed re-exports it, but hides it from type checkers
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_plugin.evaluation import merge_states
 
@@ -38,6 +40,121 @@ def default_group_timeout() -> timedelta | None:
 def set_options_timeout(options: Any, timeout: timedelta) -> None:
     """Sets the timeout inside backend options; torch takes it from there once options are passed."""
     options._timeout = timeout
+
+
+def default_store() -> Any:
+    """Returns the store through which the processes found each other; it has no public name."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def served_device_types(group: dist.ProcessGroup) -> frozenset[str]:
+    """Returns the types of the devices that a group has a backend for."""
+    return frozenset(device.type for device in group._device_types)
+
+
+# ----------------------------------------------------------------------------------------- DistributedDataParallel
+
+
+def check_reduction_finished(model: DistributedDataParallel) -> None:
+    """Raises DDP's own error if the last backward left gradients unreduced; by itself it comes a forward later."""
+    if hasattr(model, "reducer"):  # not so where delay_all_reduce_named_params names all parameters
+        model._check_reducer_finalized()  # type: ignore[no-untyped-call]
+
+
+def delays_reductions(model: DistributedDataParallel) -> bool:
+    """Whether some parameters' reduction hangs on another one (``delay_all_reduce_named_params``)."""
+    return bool(model._delay_all_reduce_params)
+
+
+def finish_rebuilding_buckets(model: DistributedDataParallel) -> None:
+    """Rebuilds the buckets now, if the next forward would do so first of all; every rank must call it."""
+    if hasattr(model, "reducer") and model.reducer._rebuild_buckets():
+        model._has_rebuilt_buckets = True
+
+
+def rebuilt_buckets(
+    model: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter] | None = None
+) -> tuple[tuple[int, ...], ...] | None:
+    """Returns the positions of each bucket's parameters, in the order of reduction.
+
+    DDP writes them down some steps after it has rebuilt its buckets. Before that they can be read from buckets of
+    zeros, which take the memory of all gradients for a moment.
+
+    Args:
+        model: the wrap.
+        parameters: those that it reduces, if the answer cannot wait.
+
+    Returns:
+        ``None`` until DDP has rebuilt its buckets, or cannot tell.
+    """
+    if not getattr(model, "_has_rebuilt_buckets", False):
+        return None
+    written: str | None = model._get_ddp_logging_data().get(  # type: ignore[no-untyped-call]
+        "rebuilt_per_bucket_param_indices"
+    )
+    if written is not None:
+        return tuple(tuple(int(index) for index in bucket.split()) for bucket in written.split(","))
+    if parameters is None:
+        return None
+    positions = {id(parameter): index for index, parameter in enumerate(parameters)}
+    try:
+        buckets = model.reducer._get_zeros_like_grad_buckets()
+    except RuntimeError:  # a sparse gradient, which has no buffer
+        return None
+    return tuple(tuple(positions[id(parameter)] for parameter in bucket.parameters()) for bucket in buckets)
+
+
+@contextmanager
+def first_buckets(buckets: Sequence[Sequence[int]] | None) -> Iterator[None]:
+    """Lets a DistributedDataParallel that is made inside begin with these buckets, in the order of reduction.
+
+    Its constructor computes them by a function of its own and has no argument for them. ``None`` changes nothing.
+    """
+    if buckets is None:
+        yield
+        return
+    namespace: Any = dist
+    usual = namespace._compute_bucket_assignment_by_size
+
+    def assign(parameters: list[torch.Tensor], *_: Any) -> tuple[list[list[int]], list[int]]:
+        sizes = [sum(parameters[i].numel() * parameters[i].element_size() for i in bucket) for bucket in buckets]
+        return [list(bucket) for bucket in reversed(buckets)], sizes[::-1]  # DDP reverses both
+
+    namespace._compute_bucket_assignment_by_size = assign
+    try:
+        yield
+    finally:
+        namespace._compute_bucket_assignment_by_size = usual
+
+
+# ------------------------------------------------------------------------------------------------------------- torch
+
+
+def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies tensors of one device in place by one number, in few kernels; the optimizers' own way to do so.
+
+    Args:
+        tensors: dense, of any shapes.
+        factor: a tensor without dimensions on the same device.
+    """
+    torch._foreach_mul_(tensors, factor)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Returns how often a tensor was changed in place; autograd counts it, and has no public word for it."""
+    return tensor._version
+
+
+def averages_models(strategy: Any) -> bool:
+    """Whether a strategy averages weights now and then in place of gradients, as post-local SGD does."""
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+
+    return isinstance(getattr(strategy, "_ddp_comm_state", None), PostLocalSGDState)
+
+
+def keeps_batch_statistics(module: torch.nn.Module) -> bool:
+    """Whether a layer normalises by its batch and may keep running statistics; the common base has no public name."""
+    return isinstance(module, torch.nn.modules.batchnorm._NormBase)
 
 
 # --------------------------------------------------------------------------------------------------------- Lightning
@@ -75,6 +192,34 @@ def train_epoch(trainer: Any) -> int:
     ``trainer.current_epoch`` lags behind after a resume of a run that is limited by steps.
     """
     return int(trainer.fit_loop.epoch_progress.current.processed)
+
+
+def train_batches_done(trainer: Any) -> int:
+    """Returns the batches that this rank has trained on in the epoch of the latest train iterator."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
+
+
+def set_train_batches_done(trainer: Any, num_batches: int, *, in_total: bool = True) -> None:
+    """Sets what a resumed epoch loop takes as done already; between the start of the run and its first batch.
+
+    A checkpoint counts batches of the interrupted run, which may have had another number of ranks, or have lost the
+    gradients of an accumulation window that was not complete.
+
+    Args:
+        trainer: the Trainer.
+        num_batches: batches done in this epoch.
+        in_total: whether the count over all epochs changes by as many.
+    """
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    fewer = progress.current.processed - num_batches
+    for tracker in (progress.current, progress.total) if in_total else (progress.current,):
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(tracker, name, getattr(tracker, name) - fewer)
+
+
+def is_last_train_batch(trainer: Any) -> bool:
+    """Whether the latest training batch was its epoch's last; also where only the loader's end tells."""
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
 
 
 def inner_sampler(sampler: object) -> object | None:
@@ -207,8 +352,11 @@ class LoggedValues:
         """Returns the torchmetrics objects that were logged and are due now, by key."""
         return {key: item.value for key, item in self._due() if not item.is_tensor}
 
-    def pending(self) -> dict[str, tuple[str, float, float, dict[str, Any]]]:
+    def pending(self, *, synced: bool = False) -> dict[str, tuple[str, float, float, dict[str, Any]]]:
         """Returns each plain value that was logged per batch and is due now.
+
+        Args:
+            synced: return those that were logged with ``sync_dist=True`` instead, wherever they were logged.
 
         Returns:
             ``{key: (reduction, value, weight, settings)}``; for a mean the value is the weighted sum. ``settings`` is
@@ -233,7 +381,9 @@ class LoggedValues:
                 },
             )
             for key, item in self._due()
-            if item.is_tensor and _is_per_batch(item.meta.fx) and _is_for_all_ranks(item.meta.sync)
+            if item.is_tensor
+            and _is_for_all_ranks(item.meta.sync)
+            and (item.meta.sync.should if synced else _is_per_batch(item.meta.fx))
         }
 
     def resolve(self, key: str, value: float, settings: dict[str, Any], device: Any) -> None:
@@ -274,6 +424,85 @@ class LoggedValues:
         ]
 
 
+class LoggedReductions(Protocol):
+    """What :func:`intercept_reductions` calls."""
+
+    def reduce_logged(self, key: str, value: Any, group: Any, reduce_op: Any) -> Any:
+        """Reduces one logged value now, and knows its key."""
+
+    def reduce_epoch(self, logged: LoggedValues) -> None:
+        """Comes before the epoch-level values of a loop are computed, training ones on all ranks alike."""
+
+    def after_training_epoch(self) -> None:
+        """Comes when all values of a training epoch have been computed."""
+
+
+def intercept_reductions(trainer: Any, reductions: LoggedReductions) -> Callable[[], None]:
+    """Lets ``reductions`` know by which key ``self.log(..., sync_dist=True)`` logged what it reduces.
+
+    Lightning reduces each key by the strategy's ``reduce``, which sees a bare number.
+
+    Returns:
+        A function that undoes it.
+    """
+    connector, fit_loop = trainer._logger_connector, trainer.fit_loop
+    loops = (fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
+    for loop in loops:
+        loop._results.log = _log_with_key(loop._results, reductions)
+
+    def epoch_end_reached() -> None:
+        type(connector).epoch_end_reached(connector)
+        running = [loop for loop in loops if loop._results is trainer._results]
+        if running and "metrics" not in vars(trainer._results):  # LoggedValues.on_epoch_metrics: somebody else does it
+            reductions.reduce_epoch(LoggedValues(running[0]))
+
+    def on_epoch_end() -> None:
+        type(connector).on_epoch_end(connector)
+        if trainer._results is fit_loop.epoch_loop._results:
+            reductions.after_training_epoch()
+
+    connector.epoch_end_reached, connector.on_epoch_end = epoch_end_reached, on_epoch_end
+
+    def undo() -> None:
+        for name in ("epoch_end_reached", "on_epoch_end"):
+            vars(connector).pop(name, None)
+        for loop in loops:
+            vars(loop._results).pop("log", None)
+
+    return undo
+
+
+def _log_with_key(results: Any, reductions: LoggedReductions) -> Callable[..., None]:
+    def log(fx: str, name: str, value: Any, *arguments: Any, **settings: Any) -> None:
+        has_index = settings.get("add_dataloader_idx", True) and results.dataloader_idx is not None
+        key = f"{fx}.{name}" + (f".{results.dataloader_idx}" if has_index else "")
+        if settings.get("sync_dist"):
+            settings["sync_dist_fn"] = _ReduceByKey(reductions, key)
+        type(results).log(results, fx, name, value, *arguments, **settings)
+
+    hidden: Callable[..., None] = torch.compiler.disable(log)  # type: ignore[no-untyped-call]  # as Lightning's own
+    return hidden
+
+
+class _ReduceByKey:
+    """A reduction that knows its key; equal for equal keys, because Lightning compares what a key is logged with.
+
+    Not a dataclass: Lightning moves their fields to devices.
+    """
+
+    def __init__(self, reductions: LoggedReductions, key: str) -> None:
+        self.reductions, self.key = reductions, key
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ReduceByKey) and (self.reductions, self.key) == (other.reductions, other.key)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __call__(self, value: Any, group: Any = None, reduce_op: Any = None) -> Any:
+        return self.reductions.reduce_logged(self.key, value, group, reduce_op)
+
+
 # Values are replaced at each update, never changed in place, so references are enough.
 _ITEM_STATE = ("value", "cumulated_batch_size", "_update_count", "_computed", "_forward_cache", "has_reset")
 
@@ -287,6 +516,134 @@ def _is_per_batch(hook: str) -> bool:
     """Whether a value was logged in a step or in a hook around one; epoch hooks log what is complete already."""
     name = hook.split(".")[0]
     return name.endswith("_step") or "_batch_" in name
+
+
+class FitMoments(Protocol):
+    """What :func:`intercept_fit` calls; each on all ranks at the same moment of the fit, but for the wishes."""
+
+    overlay: dict[str, Any]
+    """Values that stand before Lightning's own in ``trainer.callback_metrics``."""
+
+    def is_stop_agreed(self) -> bool:
+        """Answers whoever reads ``trainer.should_stop``."""
+
+    def wish_stop(self, stop: bool) -> None:
+        """Is told what was written to ``trainer.should_stop``, on the rank where it was."""
+
+    def before_fit(self) -> None:
+        """Before Lightning first asks whether to train at all, and once more before the first epoch."""
+
+    def after_batch(self) -> None:
+        """After all hooks of a training batch, before a validation that is due then."""
+
+    def after_batch_and_validation(self) -> None:
+        """The same, after that validation."""
+
+    def before_plateau_schedulers(self, interval: str) -> None:
+        """Before the schedulers that follow a metric read it; ``interval`` is ``"step"`` or ``"epoch"``."""
+
+    def after_epoch(self) -> None:
+        """After all hooks of a training epoch, before Lightning asks whether to train another one."""
+
+
+def intercept_fit(trainer: Any, moments: FitMoments) -> Callable[[], None]:
+    """Lets ``moments`` decide what ``trainer.should_stop`` is, and what ``trainer.callback_metrics`` shows.
+
+    Lightning reads both in the middle of its loops, where no hook can come before; and a plain attribute cannot be
+    watched. So four objects of this Trainer get a subclass of their own class.
+
+    Returns:
+        A function that undoes it; what was wished for or agreed stays in ``trainer.should_stop``.
+    """
+    fit_class, epoch_class = type(trainer.fit_loop), type(trainer.fit_loop.epoch_loop)
+    connector_class = type(trainer._logger_connector)
+
+    def skip(loop: Any) -> bool:
+        moments.before_fit()
+        return bool(fit_class.skip.__get__(loop))
+
+    def on_run_start(loop: Any) -> None:
+        fit_class.on_run_start(loop)
+        moments.before_fit()
+
+    def on_epoch_end(loop: Any) -> None:
+        fit_class.on_advance_end(loop)
+        moments.after_epoch()
+
+    def on_batch_end(loop: Any, data_fetcher: Any) -> None:
+        moments.after_batch()
+        epoch_class.on_advance_end(loop, data_fetcher)
+        moments.after_batch_and_validation()
+
+    def update_lr_schedulers(loop: Any, interval: str, update_plateau_schedulers: bool) -> None:
+        if update_plateau_schedulers and not (interval == "step" and loop._should_accumulate()):
+            moments.before_plateau_schedulers(interval)
+        epoch_class.update_lr_schedulers(loop, interval, update_plateau_schedulers)
+
+    def callback_metrics(connector: Any) -> dict[str, Any]:
+        metrics: dict[str, Any] = connector_class.callback_metrics.__get__(connector)
+        metrics.update(moments.overlay)
+        return metrics
+
+    should_stop = property(lambda _: moments.is_stop_agreed(), lambda _, stop: moments.wish_stop(bool(stop)))
+    wished_before = trainer.should_stop
+    undo = [
+        _specialise(trainer, should_stop=should_stop),
+        _specialise(trainer.fit_loop, skip=property(skip), on_run_start=on_run_start, on_advance_end=on_epoch_end),
+        _specialise(
+            trainer.fit_loop.epoch_loop, on_advance_end=on_batch_end, update_lr_schedulers=update_lr_schedulers
+        ),
+        _specialise(trainer._logger_connector, callback_metrics=property(callback_metrics)),
+    ]
+    moments.wish_stop(wished_before)
+
+    def release() -> None:
+        for function in undo:
+            function()
+        trainer.should_stop = moments.is_stop_agreed()
+
+    return release
+
+
+def _specialise(instance: Any, **members: Any) -> Callable[[], None]:
+    """Gives one object a subclass of its class with other members; the function that is returned takes it back."""
+    own = type(instance)
+    special = type(own.__name__, (own,), {"__module__": own.__module__, "__doc__": own.__doc__, **members})
+    instance.__class__ = special
+
+    def undo() -> None:
+        if type(instance) is special:
+            instance.__class__ = own
+        else:  # somebody put a class on top: theirs stays, and finds nothing changed below
+            for name in members:
+                delattr(special, name)
+
+    return undo
+
+
+def plateau_monitors(trainer: Any, interval: str) -> list[str]:
+    """Returns the monitors of the ``ReduceLROnPlateau`` schedulers that step now, by Lightning's own count."""
+    if not trainer.lightning_module.automatic_optimization:
+        return []
+    position = 1 + (trainer.fit_loop.epoch_loop.batch_idx if interval == "step" else trainer.current_epoch)
+    return [
+        config.monitor
+        for config in trainer.lr_scheduler_configs
+        if config.reduce_on_plateau
+        and config.monitor is not None
+        and config.interval == interval
+        and position % config.frequency == 0
+    ]
+
+
+def may_save_now(callback: Any, global_step: int) -> bool:
+    """Whether a ``ModelCheckpoint`` may read its monitor after this training batch; it keeps its intervals private."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    if not isinstance(callback, ModelCheckpoint):
+        return False
+    every = callback._every_n_train_steps
+    return callback._train_time_interval is not None or (every >= 1 and global_step % every == 0)
 
 
 # ------------------------------------------------------------------------------------------------------ torchmetrics

@@ -1,108 +1,28 @@
-"""Random streams by key: who draws, for what, in which epoch, at which batch; nothing is saved, nothing can shift them.
+"""The streams of a run and of its loaders: what each process and each worker draws from, for which batch."""
 
-A stream that runs on from step to step depends on everything that ever drew from it: one more validation, one more
-worker, a resume, and all that follows differs. Here the seed of each step's stream is a hash of where the run stands,
-so two runs that reach the same step draw the same numbers there, whatever lay between. It is the counter-based idea of
-Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), for the generators that people draw from.
-
-Two kinds of key: with a rank (dropout, augmentation: ranks must differ) and without (the order of samples: ranks must
-agree, or their shards overlap).
-"""
-
-import hashlib
-import random
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, SequentialSampler
 
+from ddp_plugin.data.sampling import ExactBatchSampler
+from ddp_plugin.data.sharded_sampler import ShardedBatchSampler
+from ddp_plugin.data.sharding import Shards
 from ddp_plugin.forwarding import Forwarder
-from ddp_plugin.sampling import ExactBatchSampler
+from ddp_plugin.streams import StreamStates, seed_streams, stream_seed
 
 __all__ = [
+    "KeyedDataset",
+    "KeyedFetch",
     "LoaderStreams",
     "RunStreams",
     "SeedWorker",
-    "StreamStates",
     "StreamedSampler",
     "WorkerKey",
     "may_draw",
-    "seed_streams",
-    "stream_seed",
     "streamed",
 ]
-
-_ALL_RANKS = -1
-_UNSIGNED_64 = 2**64 - 1
-
-
-def stream_seed(seed: int, rank: int | None, purpose: str, epoch: int = 0, batch: int = 0) -> int:
-    """Hashes a key to the seed of its stream, with BLAKE2b (RFC 7693).
-
-    Args:
-        seed: the run's seed, 0 to 2**64 - 1; the same on all ranks.
-        rank: whose stream, or ``None`` for one that all ranks share.
-        purpose: what is drawn from it; any text.
-        epoch: epoch, from 0.
-        batch: batch in the epoch, from 0.
-
-    Returns:
-        64 bits, as a non-negative integer. Keys that differ anywhere give unrelated values.
-
-    Collectives:
-        None.
-    """
-    key = struct.pack("<QqQQ", seed & _UNSIGNED_64, _ALL_RANKS if rank is None else rank, epoch, batch)
-    return int.from_bytes(hashlib.blake2b(purpose.encode(), digest_size=8, key=key).digest(), "little")
-
-
-def seed_streams(value: int) -> None:
-    """Seeds this process's global generators: python, numpy's legacy one, torch's CPU and current CUDA device's.
-
-    About 15 microseconds. ``torch.manual_seed`` would take seven times as long, and before CUDA is in use it queues a
-    call with a stack trace each time; a device that is not in use yet is left alone here.
-
-    Args:
-        value: 64 bits, from :func:`stream_seed`.
-
-    Collectives:
-        None.
-    """
-    random.seed(value)
-    # Python and numpy share algorithm and key schedule: the same words would give both the same numbers.
-    np.random.seed([value >> 32, value & 0xFFFFFFFF, 1])
-    torch.default_generator.manual_seed(value)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(value)
-
-
-class StreamStates(NamedTuple):
-    """Where this process's global generators stand, to go back there."""
-
-    python: Any
-    numpy: Any
-    torch: torch.Tensor
-    cuda: torch.Tensor | None
-
-    @classmethod
-    def capture(cls) -> "StreamStates":
-        """Reads the states of the generators that :func:`seed_streams` seeds."""
-        cuda = None
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            cuda = torch.cuda.default_generators[torch.cuda.current_device()].get_state()
-        return cls(random.getstate(), np.random.get_state(), torch.default_generator.get_state(), cuda)
-
-    def restore(self) -> None:
-        """Sets them again."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.default_generator.set_state(self.torch)
-        if self.cuda is not None:
-            torch.cuda.default_generators[torch.cuda.current_device()].set_state(self.cuda)
 
 
 @dataclass
@@ -114,12 +34,20 @@ class RunStreams:
         rank: this process.
         epoch: tells the epoch that runs now, or that an iterator made now is for.
         live: whether ranks may differ yet. Before that, streams are shared: models are initialised alike.
+        shards: where a rank computes several shards of a step one after another: which ones. Streams of training follow
+            the shard then, not the rank.
     """
 
     seed: int
     rank: int
     epoch: Callable[[], int]
     live: bool = False
+    shards: Shards | None = None
+
+    def training_seed(self, purpose: str, epoch: int, num_before: int) -> int:
+        """Seed for the training batch that this rank computes after ``num_before`` others of the epoch."""
+        step, shard = (num_before, self.rank) if self.shards is None else self.shards.place(num_before)
+        return stream_seed(self.seed, shard, purpose, epoch, step)
 
     def enter(self, purpose: str, epoch: int, batch: int = 0) -> None:
         """Moves the global generators to this rank's stream of a key."""
@@ -158,11 +86,11 @@ class LoaderStreams:
     pass_epoch: int | None = field(default=None, init=False)
     num_passes: int = field(default=0, init=False)
 
-    def begin_pass(self) -> None:
-        """Notes that an iterator is made."""
+    def begin_pass(self, first_pass: int = 0) -> None:
+        """Notes that an iterator is made; ``first_pass``: the epoch's passes before the run was resumed."""
         epoch = self.run.epoch()
         if epoch != self.pass_epoch:
-            self.pass_epoch, self.num_passes = epoch, 0
+            self.pass_epoch, self.num_passes = epoch, first_pass
 
     def end_pass(self) -> None:
         """Notes that an iterator came to its end; one that is only made and dropped does not count."""
@@ -172,9 +100,13 @@ class LoaderStreams:
         """Seed for drawing the order's item at a position (0: its start, then items from 1); the same on all ranks."""
         return stream_seed(self.run.seed, None, self._purpose("order"), self.pass_epoch or 0, position)
 
-    def fetch_seed(self, position: int) -> int:
-        """Seed for fetching the batch at a position (from 1) in the main process."""
-        return stream_seed(self.run.seed, self.run.rank, self._purpose("fetch"), self.pass_epoch or 0, position)
+    def fetch_seed(self, num_before: int) -> int:
+        """Seed for fetching this rank's batch after ``num_before`` others of the pass, in whichever process."""
+        return self.run.training_seed(self._purpose("fetch"), self.pass_epoch or 0, num_before)
+
+    def start_seed(self) -> int:
+        """Seed for what is drawn in the main process when an iterator has been made."""
+        return stream_seed(self.run.seed, self.run.rank, self._purpose("start"), self.pass_epoch or 0)
 
     def worker_key(self) -> WorkerKey:
         """Key of the workers that start now."""
@@ -213,12 +145,43 @@ class SeedWorker:
         return SeedWorker, (self.key() if callable(self.key) else self.key, self.then)
 
 
+class KeyedFetch(NamedTuple):
+    """What a worker is asked to fetch, an index or a batch of them, with the seed of the stream to fetch it at."""
+
+    indices: Any
+    seed: int
+
+
+class KeyedDataset(Forwarder, Dataset[Any]):
+    """Stands for a map-style dataset and fetches each batch at its own stream, in whichever worker it is fetched.
+
+    So the numbers of a batch depend neither on how many workers there are nor on what these fetched before, and a run
+    that is resumed in the middle of an epoch draws them again.
+    """
+
+    def __len__(self) -> int:
+        return len(self.forwards_to)
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, KeyedFetch):
+            return self.forwards_to[index]
+        seed_streams(index.seed)
+        return self.forwards_to[index.indices]
+
+    def __getitems__(self, batch: Any) -> Any:
+        if isinstance(batch, KeyedFetch):
+            seed_streams(batch.seed)
+            batch = batch.indices
+        fetch = getattr(self.forwards_to, "__getitems__", None)
+        return fetch(batch) if fetch is not None else [self.forwards_to[index] for index in batch]
+
+
 def may_draw(sampler: object) -> bool:
     """Whether iterating a sampler or batch sampler may draw from a global generator; ``True`` where nobody knows."""
     if type(sampler) is BatchSampler:
         return may_draw(sampler.sampler)
-    # DistributedSampler shuffles with a generator of its own; ExactBatchSampler makes ranks agree by itself.
-    return type(sampler) not in (SequentialSampler, DistributedSampler, ExactBatchSampler)
+    # DistributedSampler shuffles with a generator of its own; our own samplers make ranks agree by themselves.
+    return type(sampler) not in (SequentialSampler, DistributedSampler, ExactBatchSampler, ShardedBatchSampler)
 
 
 class StreamedSampler(Forwarder):
@@ -232,6 +195,7 @@ class StreamedSampler(Forwarder):
         streams: the loader's streams.
         draws: whether the sampler may draw from a global generator.
         fetches_here: whether the batch is fetched in this process, right after its indices are drawn (no workers).
+        keyed: whether items go to workers of a :class:`KeyedDataset`, with their streams' seeds.
 
     Collectives:
         None of its own.
@@ -240,9 +204,12 @@ class StreamedSampler(Forwarder):
     streams: LoaderStreams
     draws: bool
     fetches_here: bool
+    keyed: bool
 
-    def __init__(self, inner: Any, streams: LoaderStreams, *, draws: bool, fetches_here: bool) -> None:
-        super().__init__(inner, streams=streams, draws=draws, fetches_here=fetches_here)
+    def __init__(
+        self, inner: Any, streams: LoaderStreams, *, draws: bool, fetches_here: bool, keyed: bool = False
+    ) -> None:
+        super().__init__(inner, streams=streams, draws=draws, fetches_here=fetches_here, keyed=keyed)
 
     def __iter__(self) -> Iterator[Any]:
         return _StreamedIterator(self)
@@ -253,10 +220,12 @@ class _SizedStreamedSampler(StreamedSampler):
         return len(self.forwards_to)
 
 
-def streamed(inner: Any, streams: LoaderStreams, *, draws: bool, fetches_here: bool) -> StreamedSampler:
+def streamed(
+    inner: Any, streams: LoaderStreams, *, draws: bool, fetches_here: bool, keyed: bool = False
+) -> StreamedSampler:
     """Makes the :class:`StreamedSampler` for a sampler; it has a length if and only if the sampler has one."""
     cls = _SizedStreamedSampler if hasattr(type(inner), "__len__") else StreamedSampler
-    return cls(inner, streams, draws=draws, fetches_here=fetches_here)
+    return cls(inner, streams, draws=draws, fetches_here=fetches_here, keyed=keyed)
 
 
 class _StreamedIterator(Iterator[Any]):
@@ -264,21 +233,28 @@ class _StreamedIterator(Iterator[Any]):
         self._streams = sampler.streams
         self._draws = sampler.draws
         self._fetches_here = sampler.fetches_here
+        self._keyed = sampler.keyed
         self._position = 0
         self._has_ended = False
-        self._streams.begin_pass()
+        sharded = sampler.forwards_to if isinstance(sampler.forwards_to, ShardedBatchSampler) else None
+        self._streams.begin_pass(0 if sharded is None else sharded.num_passes_before)
         # Position 0: some samplers draw all at once here, and an iterable loader's dataset is iterated right after.
         self._items: Iterator[Any] = self._staged(lambda: iter(sampler.forwards_to))
+        self._num_before = 0 if sharded is None else sharded.first_batch  # known once it has been asked to iterate
 
     def __next__(self) -> Any:
         self._position += 1
         try:
-            return self._staged(lambda: next(self._items))
+            item = self._staged(lambda: next(self._items))
         except StopIteration:
             if not self._has_ended:  # a loader with workers asks again
                 self._has_ended = True
                 self._streams.end_pass()
             raise
+        return KeyedFetch(item, self._fetch_seed()) if self._keyed else item
+
+    def _fetch_seed(self) -> int:
+        return self._streams.fetch_seed(self._num_before + self._position - 1)
 
     def _staged(self, draw: Callable[[], Any]) -> Any:
         moves_on = self._fetches_here and self._streams.run.live
@@ -291,4 +267,4 @@ class _StreamedIterator(Iterator[Any]):
             if before is not None:
                 before.restore()
             elif moves_on:
-                seed_streams(self._streams.fetch_seed(self._position))
+                seed_streams(self._fetch_seed() if self._position else self._streams.start_seed())

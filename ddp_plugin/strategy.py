@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,24 +16,59 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities import rank_zero_warn
+from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from ddp_plugin import _compat, process_group
+from ddp_plugin import _compat, matching, process_group
 from ddp_plugin.config import START_METHODS, NcclOptions, StrategyConfig
-from ddp_plugin.errors import explain
+from ddp_plugin.errors import DDPPluginError, explain
+from ddp_plugin.evaluation import combine_logged
+from ddp_plugin.gather import gather_tensors
 from ddp_plugin.hooks import HOOKS, CommHook, resolve_hook
-from ddp_plugin.wrap import BucketObserver, check_ddp_arguments, no_sync, observed, refuse_contradictions
+from ddp_plugin.logical_shards import (
+    check_num_shards,
+    num_micro_batches,
+    refuse_layers,
+    refuse_other_reductions,
+    shard_of,
+)
+from ddp_plugin.tree_exchange import ShardedGradient, broadcast_module
+from ddp_plugin.wrapping.arguments import BucketObserver, check_ddp_arguments, no_sync, observed, refuse_contradictions
+from ddp_plugin.wrapping.buckets import LayoutKeeper
+from ddp_plugin.wrapping.rewrap import (
+    TrainableParameters,
+    agree_on_trainable,
+    average_gradients,
+    forget_buckets,
+    in_words,
+    meet,
+    refuse_what_holds_on,
+    release,
+)
+from ddp_plugin.wrapping.unused import named_parameter_errors
 
 __all__ = ["CustomDDPStrategy", "DataLoaderTransform", "register_strategies"]
+
+_UNFREEZE_WAIT = timedelta(minutes=5)  # for the other ranks to change their trainable parameters in the same step
+_SAME_KEYS = matching.Rule(
+    expected="every rank to log the same keys with sync_dist=True, in the same order",
+    change="Log on every rank, outside `if rank == 0` (rank_zero_only=True is for values of one rank), in one order",
+)
+_SAME_SHAPES = matching.Rule(
+    expected="tensors of one shape and dtype on all ranks for all_gather",
+    change="Use strategy.all_gather_unequal(tensor), which returns a list of tensors of any shapes",
+)
 
 DataLoaderTransform = Callable[[object, RunningStage], object]
 """``(loader, stage) -> loader``: sees each loader of each stage before its iterator exists."""
@@ -65,6 +100,9 @@ class CustomDDPStrategy(DDPStrategy):
         init_sync: check shapes and broadcast rank 0's weights at the wrap.
         skip_all_reduce_unused_params: leave globally unused parameters out of the reduction (torch 2.13).
         batched_grad_copy: copy gradients into buckets with one fused kernel (torch 2.13).
+        logical_shards: divide every optimizer step into this many shards, a power of two, and add their gradients in
+            one fixed tree, so that the weights are the same bytes for 1, 2, 4, … processes; see
+            :mod:`ddp_plugin.logical_shards`. It sets ``accumulate_grad_batches`` and replaces DDP's reducer.
         process_group_backend: ``"gloo"``, ``"nccl"``, …; chosen by the device when ``None``.
         timeout: timeout of the process group's collectives.
         nccl: options of the NCCL process group; refused where the backend is another one.
@@ -103,6 +141,7 @@ class CustomDDPStrategy(DDPStrategy):
         init_sync: bool | None = None,
         skip_all_reduce_unused_params: bool | None = None,
         batched_grad_copy: bool | None = None,
+        logical_shards: int | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         nccl: NcclOptions | None = None,
@@ -135,6 +174,10 @@ class CustomDDPStrategy(DDPStrategy):
             "ddp_comm_wrapper": ddp_comm_wrapper,
         }
         refuse_contradictions(given, self._comm_hook, lightning_hook, model_averaging_period)
+        if logical_shards is not None:
+            check_num_shards(logical_shards)
+            reductions = {"comm_hook": comm_hook, "model_averaging_period": model_averaging_period, **lightning_hook}
+            refuse_other_reductions(given | {name: value for name, value in reductions.items() if value is not None})
         process_group.refuse_unusable_settings(nccl, process_group_backend, timeout)
         if start_method not in START_METHODS:
             raise ValueError(explain(f"start_method to be one of {START_METHODS}", repr(start_method), "Choose one"))
@@ -157,6 +200,13 @@ class CustomDDPStrategy(DDPStrategy):
         self._bucket_observers: list[BucketObserver] = []
         self._hook_is_registered = False
         self._first_backward_done = False
+        self._trainable: TrainableParameters | None = None  # of the latest wrap
+        self._epoch_of_agreement: int | None = None  # in which all ranks' trainable parameters were compared last
+        self._unused_at_first: list[str] = []
+        self._layout = LayoutKeeper(bool(find_unused_parameters))
+        self._release_logging: Callable[[], None] | None = None
+        self._logical_shards = logical_shards
+        self._sharded_gradient: ShardedGradient | None = None
 
     @classmethod
     def from_config(cls, config: StrategyConfig | Mapping[str, Any] | DictConfig) -> CustomDDPStrategy:
@@ -250,17 +300,33 @@ class CustomDDPStrategy(DDPStrategy):
         The first observer replaces DDP's reducer by the bit-identical ``allreduce`` hook, unless a hook runs already.
         Adding the same observer again changes nothing.
 
+        Raises:
+            ValueError: with ``logical_shards``, where there are no buckets.
+
         Collectives:
             None.
         """
+        if self._logical_shards is not None:
+            raise ValueError(
+                explain(
+                    "gradient buckets to observe",
+                    f"{type(observer).__name__} beside logical_shards, which reduces without buckets",
+                    "Leave out what observes, or logical_shards",
+                )
+            )
         if observer not in self._bucket_observers:
             self._bucket_observers.append(observer)
         if isinstance(self.model, DistributedDataParallel) and not self._hook_is_registered:
             self._register_ddp_hooks()
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
-        self._hook_is_registered = self._first_backward_done = False
-        return super()._setup_model(model)
+        self._hook_is_registered = self._first_backward_done = self._pl_static_graph_delay_done = False
+        self._unused_at_first = []
+        self._trainable = trainable = self._trainable_parameters(model)
+        group = self.control_group if self._one_model_on_all_ranks else None
+        agree_on_trainable(trainable, group)
+        with self._layout.first_buckets(trainable.names, group):
+            return super()._setup_model(model)
 
     def _register_ddp_hooks(self) -> None:
         """Registers a hook only if a hook or an observer was asked for, on every device type."""
@@ -289,9 +355,283 @@ class CustomDDPStrategy(DDPStrategy):
             yield
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Notes that this wrap has seen a backward, beside what Lightning does."""
+        """Notes that this wrap has seen a backward, beside what Lightning does, and looks whether it is complete."""
         super().post_backward(closure_loss)
+        model, module = self.model, self.lightning_module
+        if isinstance(model, DistributedDataParallel):
+            if module is None or module.automatic_optimization:
+                _compat.check_reduction_finished(model)
+            if getattr(model, "static_graph", False) and not self._first_backward_done and self._trainable is not None:
+                self._unused_at_first = self._trainable.without_gradient()
         self._first_backward_done = True
+        if self._sharded_gradient is not None:
+            self._sharded_gradient.end_shard()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step through the wrap; DDP's errors about parameters name them."""
+        with self._parameter_errors():
+            return super().training_step(*args, **kwargs)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Refuses parameters that were unfrozen inside the step, where no wrap can reduce their gradients any more."""
+        wrapped, trainable = isinstance(self.model, DistributedDataParallel), self._trainable
+        if wrapped and trainable is not None and (late := trainable.unfrozen()):
+            raise DDPPluginError(
+                explain(
+                    "parameters to be unfrozen before the training step",
+                    f"{in_words(late)} unfrozen inside it, so that their gradients would stay this rank's own",
+                    "Unfreeze them in a hook before the step, such as on_train_epoch_start or on_train_batch_start",
+                )
+            )
+        super().pre_backward(closure_loss)
+
+    def _parameter_errors(self) -> AbstractContextManager[None]:
+        model = self.model
+        return named_parameter_errors(
+            self._trainable.names if self._trainable is not None else (),
+            static_graph=bool(getattr(model, "static_graph", False)),
+            find_unused_parameters=bool(getattr(model, "find_unused_parameters", False)),
+            unused_at_first=self._unused_at_first,
+        )
+
+    # ------------------------------------------------------------------------------------------------------- re-wrap
+
+    def rewrap(self) -> None:
+        """Wraps the model again, from rank 0's values; the hook and the observers are registered again.
+
+        This happens by itself where the set of trainable parameters has changed when a training batch begins; call it
+        after any other change that DistributedDataParallel has to know of. Optimizers are left as they are, and so are
+        gradients that an accumulation window has gathered so far; those of parameters that are frozen now are averaged,
+        because no wrap will do so any more. Does nothing while there is no wrap.
+
+        Raises:
+            DDPPluginError: on all ranks, when they differ in what is trainable; or where a setting holds the old wrap.
+
+        Collectives:
+            On every rank: what a wrap costs, a comparison on the control group, and an all-reduce for each frozen
+            parameter that holds a gradient.
+        """
+        old, before = self.model, self._trainable
+        if not isinstance(old, DistributedDataParallel) or before is None:
+            return
+        refuse_what_holds_on(old)
+        now = self._trainable_parameters(old.module)
+        unfrozen, frozen = now.added_since(before), before.added_since(now)
+        if self._one_model_on_all_ranks:
+            agree_on_trainable(now, self.control_group)
+            left = [parameter for parameter in before.parameters() if not parameter.requires_grad]
+            average_gradients(left, old.process_group, self.control_group)
+        own_buffers = [] if old.broadcast_buffers else [(b, b.detach().clone()) for b in old.module.buffers()]
+        self.model = release(old)
+        forget_buckets(self._ddp_comm_state)
+        self.configure_ddp()
+        with torch.no_grad():
+            for buffer, value in own_buffers:
+                buffer.copy_(value)
+        changes = [f"{verb} {in_words(n)}" for verb, n in (("unfrozen", unfrozen), ("frozen", frozen)) if n]
+        rank_zero_info(f"CustomDDPStrategy: the model is wrapped again: {'; '.join(changes) or 'on request'}.")
+
+    def _follow_trainable(self, model: DistributedDataParallel, known: TrainableParameters) -> None:
+        """Wraps the model again if other parameters are trainable than at the wrap, on all ranks."""
+        module = self.lightning_module
+        assert module is not None
+        epoch, automatic = module.trainer.current_epoch, module.automatic_optimization
+        is_new_epoch = epoch != self._epoch_of_agreement
+        # Manual optimization freezes and unfreezes at will inside a step: what is frozen there stays in the wrap.
+        if not (is_new_epoch or (known.changed() if automatic else known.unfrozen())):
+            return
+        self._epoch_of_agreement = epoch
+        now = self._trainable_parameters(model.module)
+        unfrozen, frozen = now.added_since(known), known.added_since(now)
+        if self._one_model_on_all_ranks:
+            wait = self._timeout or timedelta(minutes=30)
+            reason = f"{in_words([*unfrozen, *frozen])} changed here" if unfrozen or frozen else "a new epoch"
+            meet(self.world_size, wait if is_new_epoch else min(wait, _UNFREEZE_WAIT), reason)
+            agree_on_trainable(now, self.control_group)
+        if unfrozen or (frozen and automatic):
+            self.rewrap()
+
+    def _trainable_parameters(self, module: torch.nn.Module) -> TrainableParameters:
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        delayed = {name for name, _ in self._ddp_kwargs.get("delay_all_reduce_named_params", ())}
+        return TrainableParameters(module, ignored | delayed)
+
+    @property
+    def _one_model_on_all_ranks(self) -> bool:
+        """Whether all ranks hold the same parameters; not so where the user's own group or mesh divides a model."""
+        return self.world_size > 1 and not {"process_group", "device_mesh"} & set(self._ddp_kwargs)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Saves a checkpoint; one of a training run also keeps the layout of its gradient buckets.
+
+        Collectives:
+            Those of DDP's own rebuilding of its buckets on every rank, when it is due.
+        """
+        if "optimizer_states" in checkpoint:  # of a run, not of weights alone
+            model = self.model if isinstance(self.model, DistributedDataParallel) else None
+            self._layout.save(checkpoint, model, self._trainable)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Loads a checkpoint; the wrap that follows begins with the bucket layout of the run that saved it."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._layout.load(checkpoint)
+        return checkpoint
+
+    # ----------------------------------------------------------------------------------------------- logical shards
+
+    @property
+    def logical_shards(self) -> int | None:
+        """How many shards every optimizer step is divided into, or ``None`` where DDP reduces."""
+        return self._logical_shards
+
+    @property
+    def current_shard(self) -> int | None:
+        """The shard that the micro-batch is which runs now or comes next; ``None`` without logical shards in ``fit``.
+
+        Micro-batch ``j`` of an optimizer step on rank ``r`` of ``W`` is shard ``r S/W + j``.
+        """
+        if self._logical_shards is None or self._sharded_gradient is None:
+            return None
+        num_done = self._sharded_gradient.num_done
+        return shard_of(self.global_rank, num_done, self._logical_shards, self.world_size)
+
+    def setup_environment(self) -> None:
+        """Starts the processes' group, then sets how many micro-batches a step of logical shards has on each rank.
+
+        Raises:
+            ValueError: with ``logical_shards``, a number of processes, an accumulation or an optimization that does
+                not go with it.
+
+        Collectives:
+            Those of :meth:`setup_distributed`.
+        """
+        super().setup_environment()
+        module = self.lightning_module
+        if self._logical_shards is None or module is None or module.trainer.state.fn != TrainerFn.FITTING:
+            return
+        num_micro = num_micro_batches(self._logical_shards, self.world_size)
+        self._refuse_beside_logical_shards(module)
+        module.trainer.accumulate_grad_batches = num_micro
+        control_group = self.control_group if self.world_size > 1 else None
+        self._sharded_gradient = ShardedGradient(module, num_micro, control_group)
+
+    def _refuse_beside_logical_shards(self, module: LightningModule) -> None:
+        trainer = module.trainer
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        accumulates = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
+        if trainer.accumulate_grad_batches != 1 or accumulates:
+            raise ValueError(
+                explain(
+                    "accumulate_grad_batches=1, because logical_shards sets it to shards / processes",
+                    "a GradientAccumulationScheduler" if accumulates else repr(trainer.accumulate_grad_batches),
+                    "Leave it out; for larger steps raise logical_shards or the batch size",
+                )
+            )
+        if not module.automatic_optimization:
+            raise ValueError(
+                explain(
+                    "automatic optimization beside logical_shards, which acts between the backward and the step",
+                    f"{type(module).__name__} with manual optimization",
+                    "Use automatic optimization, or leave logical_shards out",
+                )
+            )
+
+    def configure_ddp(self) -> None:
+        """Wraps the model; with logical shards nothing is wrapped, and rank 0's values are broadcast.
+
+        Raises:
+            ValueError: with ``logical_shards``, layers whose result would follow the number of processes.
+
+        Collectives:
+            Those of DDP's wrap, or one broadcast per parameter and buffer, on all ranks.
+        """
+        if self._sharded_gradient is None:
+            super().configure_ddp()
+            return
+        assert self.lightning_module is not None
+        refuse_layers(self.lightning_module)
+        broadcast_module(self.lightning_module)
+
+    def on_train_start(self) -> None:
+        """Refuses an epoch that ends inside a step of logical shards, where its length is known."""
+        super().on_train_start()
+        module = self.lightning_module
+        if self._sharded_gradient is None or module is None:
+            return
+        num_batches, num_micro = module.trainer.num_training_batches, module.trainer.accumulate_grad_batches
+        if num_batches != float("inf") and num_batches % num_micro:
+            raise ValueError(
+                explain(
+                    f"a multiple of {num_micro} training batches on each rank, the shards of an optimizer step there",
+                    f"{num_batches}",
+                    "Set limit_train_batches, or let the loader drop the last ones",
+                )
+            )
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Follows what is trainable, and begins a shard; Lightning calls this after all hooks of the same name."""
+        super().on_train_batch_start(batch, batch_idx)
+        if isinstance(self.model, DistributedDataParallel) and self._trainable is not None:
+            self._follow_trainable(self.model, self._trainable)
+            if complaint := self._layout.complaint(self.model, self._trainable.names):
+                rank_zero_warn(f"Results may differ from the uninterrupted run's in the last bit: {complaint}.")
+        if self._sharded_gradient is not None:
+            self._sharded_gradient.begin_shard()
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs the backward; with logical shards, that of ``loss / shards`` whatever the number of processes.
+
+        Raises:
+            DDPPluginError: a parameter got no gradient, or was unfrozen since the step began; it is named. Torch says
+                so at the next forward only, after a step with unreduced gradients, and never in the last step.
+
+        Collectives:
+            One all-reduce per bucket on every rank, except while gradients accumulate.
+        """
+        if self._sharded_gradient is not None:
+            closure_loss = closure_loss / self.world_size  # Lightning has divided by the number of micro-batches
+        with self._parameter_errors():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs the closure and the step; between them, logical shards are summed over the ranks.
+
+        Collectives:
+            With ``logical_shards``, those of :meth:`~ddp_plugin.tree_exchange.ShardedGradient.finish_step`.
+        """
+        gradient, module = self._sharded_gradient, self.lightning_module
+        if isinstance(self.model, DistributedDataParallel) and module is not None and not module.automatic_optimization:
+            with self._parameter_errors():  # several backwards may make one reduction here, but now it has to be one
+                _compat.check_reduction_finished(self.model)
+        if gradient is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+        def closure_and_sum() -> Any:
+            result = closure()
+            gradient.finish_step()
+            return result
+
+        return super().optimizer_step(optimizer, closure_and_sum, model, **kwargs)
+
+    def teardown(self) -> None:
+        """Lets go of the run, and leaves the Trainer's accumulation as it was given."""
+        if self._release_logging is not None:
+            self._release_logging()
+        if isinstance(self.model, DistributedDataParallel) and self._trainable is not None:
+            self._layout.end(self.model, self._trainable)
+        self._release_logging = self._trainable = None
+        module = self.lightning_module
+        if self._sharded_gradient is not None and module is not None:
+            module.trainer.accumulate_grad_batches = 1
+        self._sharded_gradient = None
+        super().teardown()
 
     # --------------------------------------------------------------------------------------------------- reductions
 
@@ -307,13 +647,131 @@ class CustomDDPStrategy(DDPStrategy):
             The reduced tensor, same shape.
 
         Collectives:
-            What ``DDPStrategy.reduce`` runs: a barrier and one all-reduce, on all ranks of the group.
+            What ``DDPStrategy.reduce`` runs: a barrier and one all-reduce, on all ranks of the group. A tensor on a
+            device that the group does not serve, such as the CPU under NCCL, travels by the root device.
         """
         name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
         is_mean = name in ("mean", "avg", dist.ReduceOp.AVG)
         if isinstance(tensor, Tensor) and is_mean and not (tensor.is_floating_point() or tensor.is_complex()):
             tensor = tensor.to(torch.float64)
-        return super().reduce(tensor, group=group, reduce_op=reduce_op)
+        if not isinstance(tensor, Tensor) or (device := self._device_for(tensor.device, group)) == tensor.device:
+            return super().reduce(tensor, group=group, reduce_op=reduce_op)
+        return tensor.copy_(super().reduce(tensor.to(device), group=group, reduce_op=reduce_op))
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gathers tensors of one shape and dtype; ``module.all_gather`` ends here.
+
+        Args:
+            tensor: a tensor of any shape, the same on all ranks of the group.
+            group: process group, all ranks when ``None``.
+            sync_grads: whether gradients flow back through the gather.
+
+        Returns:
+            All ranks' tensors in rank order, shape ``(world_size, *tensor.shape)``.
+
+        Raises:
+            DDPPluginError: on all ranks, when shapes or dtypes differ.
+
+        Collectives:
+            A small all-gather (on the control group when all ranks take part), then the all-gather of the tensors.
+        """
+        is_world = group is None or group is dist.group.WORLD
+        if dist.is_initialized() and dist.get_rank(group) >= 0 and dist.get_world_size(group) > 1:
+            matching.match(
+                f"shape {tuple(tensor.shape)}, {tensor.dtype}",
+                self.control_group if is_world else group,
+                _SAME_SHAPES,
+                device=None if is_world else self._device_for(torch.device("cpu"), group),
+            )
+        device = self._device_for(tensor.device, group)
+        gathered: Tensor = super().all_gather(tensor.to(device), group=group, sync_grads=sync_grads)
+        return gathered.to(tensor.device)
+
+    def all_gather_unequal(self, tensor: Tensor) -> list[Tensor]:
+        """Gathers tensors whose shapes and dtypes may differ between ranks; without gradients.
+
+        Args:
+            tensor: a dense tensor of any shape, also an empty one.
+
+        Returns:
+            The tensors of all ranks in rank order, bit for bit, on the device of ``tensor``.
+
+        Collectives:
+            One object gather on the control group and one all-gather of bytes, on every rank.
+        """
+        if self.world_size == 1:
+            return [tensor.detach()]
+        parts = gather_tensors([tensor], _compat.default_group(), self.control_group)
+        return [part.to(tensor.device) for (part,) in parts]
+
+    def _device_for(self, device: torch.device, group: Any) -> torch.device:
+        if not dist.is_initialized() or dist.get_rank(group) < 0:
+            return device
+        served = _compat.served_device_types(_compat.default_group() if group is None else group)
+        return matching.collective_device(device, served, self.root_device)
+
+    # ------------------------------------------------------------------------------------------------ logged values
+
+    def setup(self, trainer: Any) -> None:
+        """Sets up a run; from here on, what ``self.log(..., sync_dist=True)`` reduces knows its key."""
+        super().setup(trainer)
+        self._epoch_of_agreement = None
+        if self.world_size > 1 and self._release_logging is None:
+            self._release_logging = _compat.intercept_reductions(trainer, self)
+
+    def reduce_logged(self, key: str, value: Any, group: Any, reduce_op: Any) -> Any:
+        """Reduces one logged value; ranks that log different keys at the same time raise, all of them.
+
+        Args:
+            key: the hook and the name by which it was logged.
+            value: one number.
+            group: the user's ``sync_dist_group``; such a one is reduced without asking for keys.
+            reduce_op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
+
+        Returns:
+            The reduced value.
+
+        Raises:
+            DDPPluginError: on all ranks, when their keys differ.
+
+        Collectives:
+            One all-gather of two numbers on the control group, on every rank.
+        """
+        if (group is not None and group is not dist.group.WORLD) or not isinstance(value, Tensor) or value.numel() != 1:
+            return self.reduce(value, group=group, reduce_op=reduce_op)
+        return matching.reduce_matched(f"{key} ({reduce_op})", value, self.control_group, reduce_op, _SAME_KEYS)
+
+    def reduce_epoch(self, logged: _compat.LoggedValues) -> None:
+        """Reduces all that was logged with ``sync_dist=True`` in a training epoch, or for one evaluation loader.
+
+        An evaluation in which this rank logged nothing of that kind exchanges nothing.
+
+        Args:
+            logged: the values of the loop that is about to compute them.
+
+        Raises:
+            DDPPluginError: on all ranks, when their keys differ.
+
+        Collectives:
+            Two small all-gathers on the control group, on every rank.
+        """
+        pending, module = logged.pending(synced=True), self.lightning_module
+        assert module is not None
+        if not pending and not module.trainer.training:
+            return
+        numbers = [number for _, value, weight, _ in pending.values() for number in (value, weight)]
+        of_ranks = matching.match_all(list(pending), numbers, self.control_group, _SAME_KEYS)
+        for index, (key, (reduction, _, _, settings)) in enumerate(pending.items()):
+            parts = [(rank[2 * index], rank[2 * index + 1]) for rank in of_ranks]
+            logged.resolve(key, combine_logged(reduction, parts), settings, module.device)
+
+    def after_training_epoch(self) -> None:
+        """Meets a rank that reduces a key of an epoch-end hook which this one did not log.
+
+        Collectives:
+            One all-gather of two numbers on the control group, on every rank.
+        """
+        matching.match("nothing more in this epoch", self.control_group, _SAME_KEYS)
 
     # ------------------------------------------------------------------------------------------------------ loaders
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 from ddp_plugin.errors import explain
-from ddp_plugin.seeding import stream_seed
+from ddp_plugin.streams import stream_seed
 
 __all__ = ["ImageSplits", "Images", "Normalise", "digits", "shift_and_flip", "stratified_split", "tensor_splits"]
 

@@ -7,6 +7,10 @@ import pytest
 import torch.distributed as dist
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--whole-parity-table", action="store_true", help="every cell of the parity table, not a sample")
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Takes back what a Trainer in this process leaves: a process group that holds a port, and its address."""

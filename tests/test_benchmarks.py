@@ -21,6 +21,9 @@ NAMED = {
     "training step with comm_hook": list(HOOKS),
     "bytes": list(HOOKS),
     "training step in plain torch, synchronised BatchNorm": ["convnet"],
+    "one check of ReplicaConsistency": ["the language-model recipe's network"],
+    "training step with DecisionSync": ["MLP"],
+    "wishes": ["sent beside a step"],
     "random streams": ["shuffled"],
 }
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torchmetrics import CatMetric, MeanMetric
 
+from ddp_plugin.data.lockstep import LockstepLoader
 from ddp_plugin.evaluation import EvaluationRecord, combine_logged, merge_states
 from ddp_plugin.gather import gather_objects
 from ddp_plugin.ghost import ModuleSnapshot, metrics_of
-from ddp_plugin.lockstep import LockstepLoader
 from tests.harness import ranks
 
 

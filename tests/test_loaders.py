@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, SequentialSampler, Subset
 
-from ddp_plugin.loaders import replaced, walk
+from ddp_plugin.data.loaders import replaced, walk
 
 
 class Own(DataLoader[Any]):

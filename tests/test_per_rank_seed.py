@@ -43,8 +43,11 @@ class Augmented(Dataset[torch.Tensor]):
 
 
 class AugmentedStream(IterableDataset[torch.Tensor]):
+    """Four samples, others on each rank."""
+
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return (torch.tensor([index, *_draw()], dtype=torch.float64) for index in range(4))
+        first = 4 * int(os.environ["RANK"])
+        return (torch.tensor([index, *_draw()], dtype=torch.float64) for index in range(first, first + 4))
 
 
 class Noisy(pl.LightningModule):
@@ -178,9 +181,15 @@ def test_without_the_callback_ranks_draw_the_same(num_workers: int) -> None:
     assert ranks_draws[0]["augmentation"] == ranks_draws[1]["augmentation"]
 
 
-def test_persistent_workers_run_on() -> None:
-    result = run_ranks(_draws, 2, init=False, num_workers=1, callback=True, persistent=True)
-    assert _distinct(result[0]["augmentation"] + result[1]["augmentation"])
+def test_workers_change_no_number_of_a_sample() -> None:
+    alone = run_ranks(_draws, 2, init=False, num_workers=0, callback=True)
+    for num_workers, persistent in ((1, False), (1, True), (2, True)):
+        settings = {"num_workers": num_workers, "persistent": persistent}
+        with_workers = run_ranks(_draws, 2, init=False, callback=True, **settings)
+        for rank in range(2):
+            for kind in ("order", "augmentation", "steps"):
+                assert alone[rank][kind] == with_workers[rank][kind], (kind, settings)
+    assert _distinct(alone[0]["augmentation"] + alone[1]["augmentation"])
 
 
 # -------------------------------------------------------------------------------------------------------- the seed
@@ -225,7 +234,7 @@ def test_a_seed_that_depends_on_the_rank_is_refused_on_every_rank() -> None:
 
 def _seen(by_rank: bool) -> list[int]:
     pl.seed_everything(int(os.environ["RANK"]) if by_rank else 0, verbose=False)
-    return _fit(DataLoader(Augmented(), batch_size=1, shuffle=True), max_epochs=1).order[0]
+    return _fit(DataLoader(Augmented(), batch_size=1, shuffle=True), max_epochs=1, tells_epoch=False).order[0]
 
 
 def test_why_it_is_refused() -> None:
@@ -246,7 +255,7 @@ def test_a_seed_is_checked_at_construction(seed: Any, error: type[Exception]) ->
 
 def test_the_constructor_can_be_read_from_its_annotations() -> None:
     assert inspect.signature(PerRankSeed).parameters["seed"].annotation == (int | None)
-    assert not inspect.signature(SamplerEpoch).parameters
+    assert inspect.signature(SamplerEpoch).parameters["last_batch"].annotation is str
 
 
 @ranks(2, init=False)
@@ -307,15 +316,18 @@ class RanksDiffer(Callback):
     on_train_start = on_train_epoch_start
 
 
-def _sampled(kind: str, num_workers: int, callback: bool) -> dict[int, list[int]]:
+def _sampled(kind: str, num_workers: int, callback: bool, tells_epoch: bool = False) -> dict[int, list[int]]:
     loader = _loader(num_workers, shuffle=None, sampler=SAMPLERS[kind]())
-    return _fit(loader, callback=PerRankSeed(1) if callback else None, others=(RanksDiffer(),)).order
+    seed = PerRankSeed(1) if callback else None
+    return _fit(loader, callback=seed, others=(RanksDiffer(),), tells_epoch=tells_epoch).order
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("kind", list(SAMPLERS))
-def test_shards_of_a_random_order_cover_it(kind: str, num_workers: int) -> None:
-    orders = run_ranks(_sampled, 2, init=False, kind=kind, num_workers=num_workers, callback=True)
+@pytest.mark.parametrize(("callback", "tells_epoch"), [(True, False), (False, True), (True, True)])
+def test_shards_of_a_random_order_cover_it(kind: str, num_workers: int, callback: bool, tells_epoch: bool) -> None:
+    settings = {"num_workers": num_workers, "callback": callback, "tells_epoch": tells_epoch}
+    orders = run_ranks(_sampled, 2, init=False, kind=kind, **settings)
     for epoch in range(2):
         assert sorted(orders[0][epoch] + orders[1][epoch]) == list(range(LENGTH))
     assert orders[0][0] != orders[0][1]
@@ -335,18 +347,20 @@ def test_batch_samplers_and_replacement_draw_alike_on_all_ranks() -> None:
         _loader(shuffle=None, sampler=RandomSampler(range(LENGTH), replacement=True, num_samples=40)),
         _loader(shuffle=None, batch_size=2, sampler=WeightedRandomSampler([1.0, 3.0] * 4, 40)),
     ):
-        order = _fit(loader, callback=PerRankSeed(1), use_distributed_sampler=False).order
+        order = _fit(loader, callback=PerRankSeed(1), tells_epoch=False, use_distributed_sampler=False).order
         orders: list[Any] = [None, None]
         dist.all_gather_object(orders, order)
         assert orders[0] == orders[1]
         assert order[0] != order[1]
 
 
+@pytest.mark.parametrize("tells_epoch", [False, True])
 @ranks(1, init=False)
-def test_leaves_and_cycles_of_a_combined_loader_draw_on_their_own() -> None:
+def test_leaves_and_cycles_of_a_combined_loader_draw_on_their_own(tells_epoch: bool) -> None:
     long = DataLoader(Augmented(), batch_size=1, sampler=RandomSampler(range(LENGTH), num_samples=2 * LENGTH))
     loader = CombinedLoader([_loader(1, batch_size=1), _loader(0, batch_size=1), long], "max_size_cycle")
-    order = _fit(loader, callback=PerRankSeed(1), max_epochs=1, use_distributed_sampler=False).order[0]
+    settings: dict[str, Any] = {"tells_epoch": tells_epoch, "use_distributed_sampler": tells_epoch}
+    order = _fit(loader, callback=PerRankSeed(1), max_epochs=1, **settings).order[0]
     first, second = order[0::3], order[1::3]
     for leaf in (first, second):
         assert sorted(leaf[:LENGTH]) == sorted(leaf[LENGTH:]) == list(range(LENGTH))
@@ -596,9 +610,10 @@ def _init_by_user(worker_id: int) -> None:
 
 
 @ranks(1, init=False)
-def test_the_users_worker_init_function_has_the_last_word() -> None:
+def test_the_users_worker_init_function_is_called_after_the_worker_is_seeded() -> None:
     pl.seed_everything(7, workers=True, verbose=False)  # Lightning adds its own where there is none
-    module = _fit(_loader(1, worker_init_fn=_init_by_user), callback=PerRankSeed(), max_epochs=1)
+    loader = DataLoader(AugmentedStream(), num_workers=1, worker_init_fn=_init_by_user)
+    module = _fit(loader, callback=PerRankSeed(), max_epochs=1)
     assert module.augmentation[0][1] == np.random.RandomState(0).rand()
 
 

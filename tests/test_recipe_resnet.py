@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddp_plugin.epochs import share_epoch, tell_epoch
+from ddp_plugin.data.epochs import share_epoch, tell_epoch
 from tests.harness import ROOT, run_ranks
 from tests.twins import resnet_twin
 

@@ -21,9 +21,9 @@ from torch.utils.data import (
 )
 
 from ddp_plugin import SamplerEpoch
-from ddp_plugin.epochs import share_epoch, tell_epoch
+from ddp_plugin.data.epochs import share_epoch, tell_epoch
+from ddp_plugin.data.loaders import replaced
 from ddp_plugin.forwarding import Forwarder
-from ddp_plugin.loaders import replaced
 from tests.harness import ranks, run_ranks, trainer
 
 LENGTH = 8
@@ -89,9 +89,11 @@ class NumbersInBatches(Numbers):
 
 
 class Stream(Hears, IterableDataset[torch.Tensor]):
+    """Three samples, others on each rank."""
+
     def __iter__(self) -> Iterator[torch.Tensor]:
-        epoch = self.epoch
-        return iter([torch.tensor([index, epoch]) for index in range(3)])
+        epoch, first = self.epoch, 3 * int(os.environ.get("RANK", "0"))
+        return iter([torch.tensor([index, epoch]) for index in range(first, first + 3)])
 
 
 class Keeps(pl.LightningModule):
@@ -217,7 +219,7 @@ def test_persistent_workers_hear_through_shared_memory(start_method: str) -> Non
 def test_each_place_hears_each_epoch_once_in_a_fit() -> None:
     inner, dataset = Order(range(LENGTH)), Numbers()
     batches = Batches(Order(inner))
-    _fit(DataLoader(ConcatDataset([dataset]), batch_sampler=batches), use_distributed_sampler=False)
+    _fit(DataLoader(ConcatDataset([dataset]), batch_sampler=batches))
     assert batches.heard == inner.heard == batches.base_sampler.heard == dataset.heard == [0, 1, 2]
 
 
@@ -293,9 +295,7 @@ def test_reloaded_loaders_hear_it_in_time() -> None:
             return DataLoader(Numbers(), batch_sampler=Batches(self.made[-1]), num_workers=1)
 
     module = Reloads()
-    trainer(
-        max_epochs=3, callbacks=[SamplerEpoch()], reload_dataloaders_every_n_epochs=1, use_distributed_sampler=False
-    ).fit(module)
+    trainer(max_epochs=3, callbacks=[SamplerEpoch()], reload_dataloaders_every_n_epochs=1).fit(module)
     assert [order.heard for order in module.made] == [[0], [1], [2]]
     assert module.epochs_in_items == {0: {0}, 1: {1}, 2: {2}}
 
@@ -328,7 +328,6 @@ def _orders(
     settings: dict[str, Any] = {
         "callback": callback,
         "asks_for_steps": asks_for_steps,
-        "use_distributed_sampler": not own_order,
         "enable_checkpointing": True,
     }
     whole = _fit(loader(), 3, callbacks=[ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}")], **settings)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from ddp_plugin.sampling import ExactBatchSampler, batch_fingerprint, num_eval_steps, share_batches
+from ddp_plugin.data.sampling import ExactBatchSampler, batch_fingerprint, num_eval_steps, share_batches
 
 CASES = [(n, w, limit) for n in range(14) for w in (1, 2, 3, 4, 7) for limit in (None, 0, 1, 2, 5)]
 

@@ -23,18 +23,16 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ddp_plugin.sampling import ExactBatchSampler
+from ddp_plugin.data.sampling import ExactBatchSampler
 from ddp_plugin.seeding import (
     LoaderStreams,
     RunStreams,
     SeedWorker,
-    StreamStates,
     WorkerKey,
     may_draw,
-    seed_streams,
-    stream_seed,
     streamed,
 )
+from ddp_plugin.streams import StreamStates, seed_streams, stream_seed
 
 
 def _draw() -> tuple[float, float, float]:

@@ -469,7 +469,8 @@ def test_lightning_cli_reads_the_constructors_as_they_stand(monkeypatch: pytest.
         "logger": "false",
         "enable_checkpointing": "false",
     }
-    names = ["ExactEvaluation", "GatherPredictions", "PerRankSeed", "SamplerEpoch", "ScaleLearningRate"]
+    names = ["DecisionSync", "ExactEvaluation", "GatherPredictions", "GlobalMeanLoss", "GradientNoiseScale"]
+    names += ["PerRankSeed", "ReplicaConsistency", "SamplerEpoch", "ScaleLearningRate"]
     names.append("ConvertSyncBatchNorm")
     monkeypatch.setattr(sys, "argv", ["program"])
     cli = LightningCLI(

@@ -3,26 +3,37 @@
 import lightning.pytorch as pl
 
 from ddp_plugin.callbacks.convert_sync_batchnorm import ConvertSyncBatchNorm
+from ddp_plugin.callbacks.decision_sync import DecisionSync
 from ddp_plugin.callbacks.exact_evaluation import ExactEvaluation
 from ddp_plugin.callbacks.gather_predictions import GatherPredictions
+from ddp_plugin.callbacks.global_mean_loss import GlobalMeanLoss, log_weight, normalize_gradients
+from ddp_plugin.callbacks.gradient_noise_scale import GradientNoiseScale
 from ddp_plugin.callbacks.per_rank_seed import PerRankSeed
+from ddp_plugin.callbacks.replica_consistency import ReplicaConsistency
 from ddp_plugin.callbacks.sampler_epoch import SamplerEpoch
 from ddp_plugin.callbacks.scale_learning_rate import ScaleLearningRate
 
 __all__ = [
     "ConvertSyncBatchNorm",
+    "DecisionSync",
     "ExactEvaluation",
     "GatherPredictions",
+    "GlobalMeanLoss",
+    "GradientNoiseScale",
     "PerRankSeed",
+    "ReplicaConsistency",
     "SamplerEpoch",
     "ScaleLearningRate",
     "default_callbacks",
+    "log_weight",
+    "normalize_gradients",
 ]
 
 
 def default_callbacks() -> list[pl.Callback]:
     """Returns the callbacks that every run should have; none of them changes a number that was right before.
 
-    They are :class:`SamplerEpoch`, :class:`PerRankSeed` and :class:`ExactEvaluation`, each with its defaults.
+    They are :class:`SamplerEpoch`, :class:`PerRankSeed`, :class:`ExactEvaluation`, :class:`DecisionSync` and
+    :class:`ReplicaConsistency`, each with its defaults.
     """
-    return [SamplerEpoch(), PerRankSeed(), ExactEvaluation()]
+    return [SamplerEpoch(), PerRankSeed(), ExactEvaluation(), DecisionSync(), ReplicaConsistency()]

@@ -9,9 +9,17 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import RunningStage
 
 from ddp_plugin import _compat
+from ddp_plugin.data.sharding import Shards
 from ddp_plugin.errors import explain
 
-__all__ = ["DataParallelStrategy", "framework_attributes", "transform_loaders"]
+__all__ = [
+    "DataParallelStrategy",
+    "control_group_of",
+    "framework_attributes",
+    "logical_shards",
+    "shards_of",
+    "transform_loaders",
+]
 
 
 class DataParallelStrategy(Protocol):
@@ -23,6 +31,36 @@ class DataParallelStrategy(Protocol):
 
     def add_dataloader_transform(self, transform: Callable[[object, RunningStage], object]) -> None:
         """Lets a function replace each loader of each stage before its iterator exists."""
+
+
+def control_group_of(callback: pl.Callback, trainer: pl.Trainer) -> dist.ProcessGroup | None:
+    """Returns the strategy's control group, or ``None`` for one process, which may run under any strategy.
+
+    Args:
+        callback: the callback, named in errors.
+        trainer: its Trainer; the process group exists.
+
+    Raises:
+        TypeError: the Trainer comes from ``pytorch_lightning``, or several processes run under another strategy.
+
+    Collectives:
+        None.
+    """
+    if not isinstance(trainer, pl.Trainer):
+        raise TypeError(
+            explain("a Trainer of lightning.pytorch", f"one of {type(trainer).__module__}", "Import lightning.pytorch")
+        )
+    if trainer.world_size == 1:
+        return None
+    if not hasattr(trainer.strategy, "control_group"):
+        raise TypeError(
+            explain(
+                f"Trainer(strategy=CustomDDPStrategy()), because {type(callback).__name__} runs on several processes",
+                f"strategy {type(trainer.strategy).__name__}",
+                f"Pass strategy=CustomDDPStrategy() to the Trainer, or leave {type(callback).__name__} out",
+            )
+        )
+    return cast(DataParallelStrategy, trainer.strategy).control_group
 
 
 def transform_loaders(
@@ -44,28 +82,28 @@ def transform_loaders(
     Collectives:
         None.
     """
-    if not isinstance(trainer, pl.Trainer):
-        raise TypeError(
-            explain("a Trainer of lightning.pytorch", f"one of {type(trainer).__module__}", "Import lightning.pytorch")
-        )
+    group = control_group_of(callback, trainer)
     strategy: Any = trainer.strategy
     if hasattr(strategy, "add_dataloader_transform"):
-        ours = cast(DataParallelStrategy, strategy)
-        ours.add_dataloader_transform(transform)
-        return ours.control_group if trainer.world_size > 1 else None
-    if trainer.world_size > 1:
-        raise TypeError(
-            explain(
-                f"Trainer(strategy=CustomDDPStrategy()), because {type(callback).__name__} runs on several processes",
-                f"strategy {type(strategy).__name__}",
-                f"Pass strategy=CustomDDPStrategy() to the Trainer, or leave {type(callback).__name__} out",
-            )
-        )
-    _compat.append_dataloader_transform(trainer, transform)
-    return None
+        cast(DataParallelStrategy, strategy).add_dataloader_transform(transform)
+    else:
+        _compat.append_dataloader_transform(trainer, transform)
+    return group
 
 
 @functools.cache
 def framework_attributes() -> frozenset[str]:
     """Names of the attributes that every LightningModule has; they are not the user's state."""
     return frozenset(vars(pl.LightningModule()))
+
+
+def logical_shards(trainer: pl.Trainer) -> int | None:
+    """Returns the strategy's number of logical shards per step, ``None`` where the ranks are the shards."""
+    shards: int | None = getattr(trainer.strategy, "logical_shards", None)
+    return shards
+
+
+def shards_of(trainer: pl.Trainer) -> Shards:
+    """Returns the shards of a Trainer's global batches and which of them its rank computes."""
+    num_shards = logical_shards(trainer) or trainer.world_size
+    return Shards(num_shards, trainer.global_rank, num_shards // trainer.world_size)

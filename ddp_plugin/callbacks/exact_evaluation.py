@@ -12,13 +12,13 @@ from lightning.pytorch.trainer.states import RunningStage
 from ddp_plugin import _compat
 from ddp_plugin.callbacks._sharing import share_or_keep_in_step
 from ddp_plugin.callbacks._shell import framework_attributes, transform_loaders
+from ddp_plugin.data.loaders import shared_part
+from ddp_plugin.data.lockstep import LockstepLoader
+from ddp_plugin.data.sampling import ExactBatchSampler
 from ddp_plugin.errors import DDPPluginError, EvaluationMismatchError, explain
 from ddp_plugin.evaluation import EvaluationRecord, combine_logged
 from ddp_plugin.gather import gather_objects, gather_tensors
 from ddp_plugin.ghost import ModuleSnapshot, metrics_of
-from ddp_plugin.loaders import shared_part
-from ddp_plugin.lockstep import LockstepLoader
-from ddp_plugin.sampling import ExactBatchSampler
 
 __all__ = ["ExactEvaluation"]
 

@@ -12,13 +12,13 @@ from lightning.pytorch.trainer.states import RunningStage
 from ddp_plugin import _compat
 from ddp_plugin.callbacks._sharing import share_or_keep_in_step
 from ddp_plugin.callbacks._shell import framework_attributes, transform_loaders
+from ddp_plugin.data.loaders import replaced, shared_part
+from ddp_plugin.data.lockstep import LockstepLoader
+from ddp_plugin.data.sampling import ExactBatchSampler
 from ddp_plugin.errors import EvaluationMismatchError, explain
 from ddp_plugin.gather import gather_objects, gather_objects_to
 from ddp_plugin.ghost import ModuleSnapshot
-from ddp_plugin.loaders import replaced, shared_part
-from ddp_plugin.lockstep import LockstepLoader
 from ddp_plugin.predictions import Predictions, PredictionWriter
-from ddp_plugin.sampling import ExactBatchSampler
 
 __all__ = ["GatherPredictions"]
 

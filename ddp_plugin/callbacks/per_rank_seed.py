@@ -12,20 +12,21 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_plugin import _compat
-from ddp_plugin.callbacks._shell import transform_loaders
+from ddp_plugin.callbacks._shell import shards_of, transform_loaders
+from ddp_plugin.data.loaders import replaced
+from ddp_plugin.data.lockstep import StopTogetherLoader
 from ddp_plugin.errors import explain
 from ddp_plugin.gather import gather_objects
-from ddp_plugin.loaders import replaced
 from ddp_plugin.seeding import (
+    KeyedDataset,
     LoaderStreams,
     RunStreams,
     SeedWorker,
     StreamedSampler,
     may_draw,
-    seed_streams,
-    stream_seed,
     streamed,
 )
+from ddp_plugin.streams import seed_streams, stream_seed
 
 __all__ = ["PerRankSeed"]
 
@@ -78,7 +79,7 @@ class PerRankSeed(pl.Callback):
         self._streams: RunStreams | None = None
         self._is_drawn = False
         self._announced: tuple[int, str] | None = None
-        self._train_key: tuple[str, int, int] | None = None
+        self._train_seed: int | None = None
         self._num_loaders: dict[str, tuple[int, int]] = {}  # stage: (epoch in which they were loaded, how many)
         self._train_loaders: list[LoaderStreams] = []
 
@@ -89,8 +90,10 @@ class PerRankSeed(pl.Callback):
         seed, source = self._agree(transform_loaders(self, trainer, self._prepare))
         self._is_drawn = source == "drawn by rank 0"
         self._trainer = trainer
-        self._streams = RunStreams(seed, trainer.global_rank, self._epoch, live=stage != "fit")
-        self._train_key = None
+        self._streams = RunStreams(
+            seed, trainer.global_rank, self._epoch, live=stage != "fit", shards=shards_of(trainer)
+        )
+        self._train_seed = None
         self._num_loaders = {}
         self._train_loaders = []
         if (seed, source) != self._announced:
@@ -193,9 +196,9 @@ class PerRankSeed(pl.Callback):
         """Keys what is drawn until the next step, such as transforms of its batch on the device."""
         self._enter("fetch", trainer.fit_loop.epoch_loop.batch_idx + 1)
 
-    def _enter(self, purpose: str, batch: int) -> None:
-        self._train_key = (purpose, self._epoch(), batch)
-        self._run.enter(*self._train_key)
+    def _enter(self, purpose: str, num_before: int) -> None:
+        self._train_seed = self._run.training_seed(purpose, self._epoch(), num_before)
+        seed_streams(self._train_seed)
 
     # -------------------------------------------------------------------------------------------------- the evaluations
 
@@ -205,8 +208,8 @@ class PerRankSeed(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Goes back to where training stood."""
-        if trainer.state.fn == TrainerFn.FITTING and self._train_key is not None:
-            self._run.enter(*self._train_key)
+        if trainer.state.fn == TrainerFn.FITTING and self._train_seed is not None:
+            seed_streams(self._train_seed)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keys the test."""
@@ -219,6 +222,8 @@ class PerRankSeed(pl.Callback):
     # ------------------------------------------------------------------------------------------------------ the loaders
 
     def _prepare(self, loader: object, stage: RunningStage) -> object:
+        if isinstance(loader, StopTogetherLoader):
+            loader.forwards_to = self._prepare(loader.forwards_to, stage)
         if self._trainer is None or not isinstance(loader, DataLoader):
             return loader
         training, iterable = stage is RunningStage.TRAINING, isinstance(loader.dataset, IterableDataset)
@@ -237,8 +242,11 @@ class PerRankSeed(pl.Callback):
             sampler = sampler.forwards_to
         draws = not iterable and may_draw(sampler)
         fetches_here = loader.num_workers == 0 and (training or iterable)
+        keyed = loader.num_workers > 0 and training and not iterable
         if training or draws or fetches_here:
-            changes[name] = streamed(sampler, streams, draws=draws, fetches_here=fetches_here)
+            changes[name] = streamed(sampler, streams, draws=draws, fetches_here=fetches_here, keyed=keyed)
+        if keyed and type(loader.dataset) is not KeyedDataset:
+            changes["dataset"] = KeyedDataset(loader.dataset)
         return replaced(loader, **changes) if changes else loader
 
     def _loader_streams(self, stage: RunningStage) -> LoaderStreams:

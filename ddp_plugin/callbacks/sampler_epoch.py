@@ -1,68 +1,237 @@
-"""Every ``set_epoch`` in reach of a train loader hears the epoch, before the iterator that it is for exists."""
+"""Training data in the user's own order, each sample where one process would see it, also after a resume."""
+
+import dataclasses
+import math
+import os
+import warnings
+from typing import Any
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.trainer.states import RunningStage
 
 from ddp_plugin import _compat
-from ddp_plugin.callbacks._shell import transform_loaders
-from ddp_plugin.epochs import share_epoch, tell_epoch
+from ddp_plugin.callbacks._shell import logical_shards, shards_of, transform_loaders
+from ddp_plugin.callbacks.global_mean_loss import GlobalMeanLoss
+from ddp_plugin.data.epochs import share_epoch, tell_epoch
+from ddp_plugin.data.lockstep import StopTogetherLoader
+from ddp_plugin.data.sharded_sampler import Position, ShardedBatchSampler
+from ddp_plugin.data.sharding import LAST_BATCHES
+from ddp_plugin.data.training_loader import shard_training_loader, sharded_part
+from ddp_plugin.errors import explain
+from ddp_plugin.gather import broadcast_object
+from ddp_plugin.streams import stream_seed
 
 __all__ = ["SamplerEpoch"]
 
 
 class SamplerEpoch(pl.Callback):
-    """Tells samplers, batch samplers, whatever they wrap, and datasets the epoch in time.
+    """Shares out the training data, tells everything in reach the epoch, and resumes in the middle of one.
 
-    Lightning tells two places only (``loader.sampler`` and ``loader.batch_sampler.sampler``), and after a resume it
-    tells them when the workers have their indices already. This callback reaches every object that
-    :func:`ddp_plugin.loaders.walk` finds, in all leaves of a ``CombinedLoader``, once per epoch and object, and
+    **The order is the user's.** Lightning puts its own sampler in the place of the user's; here the user's sampler is
+    asked for its whole order, the same on all ranks, and each global batch of it is dealt out. So N ranks with batches
+    of B train step by step on the samples that one process with a batch of N x B would train on. ``replacement``,
+    ``num_samples``, weights and ``shuffle=False`` mean what they mean. A batch sampler of the user's own is dealt out
+    by whole batches. A plain shuffle is that of torch's ``DistributedSampler``.
 
-    - before the first iterator is made, also after a resume;
-    - anew, with new iterators, where Lightning made the loaders before it had restored the progress
-      (``trainer.estimated_stepping_batches`` in ``configure_optimizers``). A stream that can be read only once loses
-      what its iterator had fetched ahead by then;
-    - in persistent workers, through shared memory, before they fetch an epoch's first sample.
+    **The epoch is told in time**, to every ``set_epoch`` that :func:`ddp_plugin.data.loaders.walk` finds in any leaf of
+    a ``CombinedLoader``, once per epoch and object: before the first iterator is made, also after a resume, and in
+    persistent workers before they fetch an epoch's first sample.
+
+    **A checkpoint keeps the position in the epoch**, at any step. A resumed run goes on with the samples that were
+    left, in the order they would have had, on any number of ranks. A checkpoint in the middle of an accumulation window
+    resumes at the window's beginning, because the gradients of its first part are not in the checkpoint (running
+    statistics of BatchNorm have seen that part twice then).
+
+    **What is left alone is kept in step**: iterable datasets, iterables that are no ``DataLoader``, loaders that share
+    themselves out (subclasses of ``DistributedSampler``), and under ``use_distributed_sampler=False`` all but those
+    with torch's own ``DistributedSampler``. All ranks stop when one has no batch left, and what was dropped is said. On
+    a resume on the same number of ranks their first batches are fetched and dropped; on another number it is refused.
+
+    The seed of orders is ``PL_GLOBAL_SEED`` (``seed_everything``), else rank 0's global generator gives one; a resumed
+    run takes the interrupted one's.
+
+    Args:
+        last_batch: what becomes of a last global batch that is not full: ``"pad"`` repeats samples until all ranks hold
+            equally many, as torch's ``DistributedSampler`` does; ``"drop"`` leaves it out; ``"exact"`` trains on each
+            sample once, with batches that differ by one sample between ranks (a rank without any repeats a sample with
+            weight zero), and needs :class:`~ddp_plugin.GlobalMeanLoss` to weigh them.
 
     Raises:
         TypeError: at setup, several processes under another strategy than ``CustomDDPStrategy``.
+        ValueError: an unknown ``last_batch``; at setup ``"exact"`` without :class:`~ddp_plugin.GlobalMeanLoss`; on all
+            ranks, training data that is shared out already, or that is not the interrupted run's.
         RuntimeError: when a ``set_epoch`` raises; the message names the object.
 
     Collectives:
-        None.
+        On the control group: at the start a broadcast of the seed and a gather of lengths per loader; per epoch one
+        gather of a hash for orders that do not depend on seed and epoch alone. None per step, except for loaders that
+        are only kept in step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, last_batch: str = "pad") -> None:
+        if last_batch not in LAST_BATCHES:
+            raise ValueError(explain(f"last_batch to be one of {LAST_BATCHES}", repr(last_batch), "Choose one"))
+        self.last_batch = last_batch
         self._trainer: pl.Trainer | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._said: set[str] = set()
+        self._quiet: Any = None  # a warnings.catch_warnings that is entered
+        self._forget()
+
+    def _forget(self) -> None:
         self._told_epoch: int | None = None  # what all leaves heard last; they are loaded, and told, together
+        self._seed: int | None = None
+        self._loaded: dict[str, Any] | None = None
+        self._prepared: tuple[int, int] = (0, 0)  # epoch in which the loaders were made, how many
+        self._skipped: set[int] = set()  # loaders, kept in step, whose iterator has been brought to the position
+        self._resumed_at: tuple[int, int] = (-1, 0)  # epoch, batches that were done
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Asks to see the loaders."""
+        """Asks to see the loaders, as the user made them."""
         if stage != "fit":
             return
+        self._forget()
         self._trainer = trainer
-        self._told_epoch = None
-        transform_loaders(self, trainer, self._prepare)
+        self._group = transform_loaders(self, trainer, self._prepare)
+        self._shards = shards_of(trainer)
+        if self.last_batch == "exact" and self._shards.num_shards > 1:
+            self._require_weights(trainer)
+        if _compat.uses_distributed_sampler(trainer):
+            _compat.keep_user_loaders(trainer, [RunningStage.TRAINING])
+
+    def _require_weights(self, trainer: pl.Trainer) -> None:
+        if not any(isinstance(callback, GlobalMeanLoss) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            raise ValueError(
+                explain(
+                    "GlobalMeanLoss() among the callbacks, because last_batch='exact' gives ranks unequal batches",
+                    "none",
+                    "Add GlobalMeanLoss(), or choose last_batch='pad' or 'drop'",
+                )
+            )
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Lets go of the Trainer."""
         self._trainer = None
 
+    # ------------------------------------------------------------------------------------------------- the loaders
+
+    def _prepare(self, loader: Any, stage: RunningStage) -> object:
+        trainer = self._trainer
+        if stage is not RunningStage.TRAINING or trainer is None:
+            return loader
+        epoch = _compat.train_epoch(trainer)
+        made_in, index = self._prepared if self._prepared[0] == epoch else (epoch, 0)
+        self._prepared = (made_in, index + 1)
+        self._order_seed()
+        loader = share_epoch(loader)
+        part = sharded_part(loader)
+        if part is None and not isinstance(loader, StopTogetherLoader):
+            loader = self._share(loader, index, trainer)
+            part = sharded_part(loader)
+        if part is not None:
+            part.resume(self._position(index))
+        self._told_epoch = epoch
+        tell_epoch(loader, epoch)
+        if part is not None:
+            part.draw_early()
+        return loader
+
+    def _share(self, loader: Any, index: int, trainer: pl.Trainer) -> Any:
+        shared = shard_training_loader(
+            loader,
+            self._shards,
+            self.last_batch,
+            # Leaves of a CombinedLoader are not to be paired in the same way in each epoch.
+            lambda: stream_seed(self._order_seed(), None, "leaf", batch=index) if index else self._order_seed(),
+            lambda: _compat.train_epoch(trainer),
+            self._group,
+            only_torchs=trainer.world_size > 1 and not _compat.uses_distributed_sampler(trainer),
+        )
+        if shared is not None:
+            self._describe(sharded_part(shared), index)
+            return shared
+        if self._shards.num_per_rank > 1 or logical_shards(trainer) is not None:
+            raise ValueError(
+                explain(
+                    "a map-style training loader to deal out to logical shards",
+                    f"{type(loader).__name__}, which is left as it is",
+                    "Use a dataset with indices and let SamplerEpoch share it out, or leave logical_shards out",
+                )
+            )
+
+        def report(num_delivered: int, has_more: list[bool]) -> None:
+            ended, left = ([rank for rank, more in enumerate(has_more) if more is wanted] for wanted in (False, True))
+            self._say(
+                f"SamplerEpoch: training loader {index} ended after {num_delivered} batches on every rank, because "
+                f"ranks {ended} had no more; what ranks {left} had left was dropped. Give the ranks equal parts."
+            )
+
+        kept = StopTogetherLoader(loader, self._group, lambda: self._num_skipped(loader, index), report)
+        if len(set(kept.lengths)) > 1 and None not in kept.lengths:
+            self._say(
+                f"SamplerEpoch: training loader {index} has {list(kept.lengths)} batches, by rank; every rank trains "
+                f"on {min(kept.lengths)} of them per epoch and the rest is dropped. Give the ranks equal parts."
+            )
+        return kept
+
+    def _describe(self, part: ShardedBatchSampler | None, index: int) -> None:
+        plan = part.plan if part is not None else None
+        if part is None or plan is None or self._shards.num_shards == 1:
+            return
+        what = "samples" if part.deals_samples else "batches"
+        rest = f"; the last step repeats {plan.num_repeated} {what} to be even" if plan.num_repeated else ""
+        rest = f"; the last {plan.num_dropped} {what} are dropped" if plan.num_dropped else rest
+        line = (
+            f"SamplerEpoch: training loader {index}: {plan.num_items} {what} in {plan.num_steps} steps of "
+            f"{plan.num_shards} x {plan.batch_size}{rest}."
+        )
+        if line not in self._said:
+            self._said.add(line)
+            rank_zero_info(line)
+
+    def _say(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            rank_zero_warn(line)
+
+    def _order_seed(self) -> int:
+        """Seed of orders; agreed on when the first loader is made, by which time other callbacks have set theirs up."""
+        if self._seed is None:
+            # Read, not drawn: whatever draws next gets what it would have got without this callback.
+            state = torch.default_generator.get_state()
+            drawn = int(torch.randint(2**31, (), generator=torch.default_generator))
+            torch.default_generator.set_state(state)
+            given = _global_seed()
+            self._seed = broadcast_object(drawn if given is None else given, self._group)
+        return self._seed
+
+    # --------------------------------------------------------------------------------------------------- the epochs
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Makes the iterators anew if they were made for an epoch that turned out to be another one."""
+        """Takes up the position; makes the iterators anew if they were made for another epoch."""
+        self._resume(trainer)
         if self._tell_all(trainer):
+            for index, leaf in enumerate(_compat.loaders_of(trainer.fit_loop)[0]):
+                if (part := sharded_part(leaf)) is not None:
+                    part.resume(self._position(index))
             _compat.recreate_train_iterator(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Tells the epoch; Lightning makes the iterators of all but the first epoch after this."""
         self._tell_all(trainer)
 
-    def _prepare(self, loader: object, stage: RunningStage) -> object:
-        if stage is not RunningStage.TRAINING or self._trainer is None:
-            return loader
-        loader = share_epoch(loader)
-        self._told_epoch = _compat.train_epoch(self._trainer)
-        tell_epoch(loader, self._told_epoch)
-        return loader
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Says once if ranks trained on the same data."""
+        for leaf in _compat.loaders_of(trainer.fit_loop)[0]:
+            if isinstance(leaf, StopTogetherLoader) and leaf.delivers_the_same:
+                self._say(
+                    "SamplerEpoch: some ranks' training loaders began with the same batch. Loaders that are iterable, "
+                    "or that use_distributed_sampler=False keeps as they are, are trained on as each rank delivers "
+                    "them; let each rank deliver its own part, or every sample counts once for each rank."
+                )
 
     def _tell_all(self, trainer: pl.Trainer) -> bool:
         """Tells all leaves the epoch unless they know it; returns whether they did not."""
@@ -73,3 +242,123 @@ class SamplerEpoch(pl.Callback):
         for leaf in _compat.loaders_of(trainer.fit_loop)[0]:
             tell_epoch(leaf, epoch)
         return True
+
+    # ------------------------------------------------------------------------------------------------- the position
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the seed of orders and the position of every loader: plain numbers and tensors."""
+        trainer = self._trainer
+        if trainer is None or self._seed is None or self._told_epoch is None:
+            return {} if self._seed is None else {"seed": self._seed}
+        done = _compat.train_batches_done(trainer)
+        is_complete = done >= trainer.num_training_batches or (done > 0 and _compat.is_last_train_batch(trainer))
+        if not is_complete and trainer.lightning_module.automatic_optimization:
+            done -= done % trainer.accumulate_grad_batches  # the window's gradients so far are not saved
+        before = self._resumed_at[1] if self._resumed_at[0] == self._told_epoch else 0
+        parts = [sharded_part(leaf) for leaf in _compat.loaders_of(trainer.fit_loop)[0]]
+        positions = [part.position(max(done - before, 0)) if part is not None else None for part in parts]
+        return {
+            "seed": self._seed,
+            "epoch": self._told_epoch,
+            "num_batches": done,
+            "is_complete": is_complete,
+            "world_size": trainer.world_size,
+            "positions": [dataclasses.asdict(position) if position else None for position in positions],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the interrupted run's seed and position."""
+        if self._trainer is None or "seed" not in state_dict:
+            return
+        self._loaded = state_dict
+        self._seed = state_dict["seed"]
+        given = _global_seed()
+        if given is not None and given != self._seed:
+            rank_zero_info(
+                f"SamplerEpoch: orders follow seed {self._seed}, the checkpoint's, not PL_GLOBAL_SEED={given}."
+            )
+
+    def _position(self, index: int) -> Position | None:
+        positions = (self._loaded or {}).get("positions", [])
+        return Position(**positions[index]) if index < len(positions) and positions[index] else None
+
+    def _resume(self, trainer: pl.Trainer) -> None:
+        """Brings Lightning's count of batches to the position, in batches of this run's ranks."""
+        loaded, epoch = self._loaded, _compat.train_epoch(trainer)
+        if loaded is None or "epoch" not in loaded:
+            return
+        if loaded["epoch"] != epoch:
+            if loaded["is_complete"] and math.isinf(trainer.num_training_batches):
+                _compat.set_train_batches_done(trainer, 0, in_total=False)  # Lightning does so where it has a length
+            return
+        leaves, mode = _compat.loaders_of(trainer.fit_loop)
+        if loaded["is_complete"]:
+            done = loaded["num_batches"]
+            if not math.isinf(trainer.num_training_batches):
+                done = int(trainer.num_training_batches)
+        else:
+            done = _batches_done([sharded_part(leaf) for leaf in leaves], epoch, mode, loaded["num_batches"])
+        self._resumed_at = (epoch, done)
+        _compat.set_train_batches_done(trainer, done)
+        # Lightning warns that the loader is not resumable; it asks for methods that no DataLoader has.
+        self._quiet = warnings.catch_warnings()
+        self._quiet.__enter__()
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Lets Lightning warn again."""
+        self._unquiet()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Lets Lightning warn again."""
+        self._unquiet()
+
+    def _unquiet(self) -> None:
+        if self._quiet is not None:
+            self._quiet.__exit__(None, None, None)
+            self._quiet = None
+
+    def _num_skipped(self, loader: Any, index: int) -> int:
+        """Batches that a loader which is only kept in step has to fetch and drop, once, to be at the position."""
+        loaded, trainer = self._loaded, self._trainer
+        is_resumed = loaded is not None and trainer is not None and loaded.get("epoch") == _compat.train_epoch(trainer)
+        if not is_resumed or index in self._skipped or loaded is None or not loaded["num_batches"]:
+            return 0
+        self._skipped.add(index)
+        if hasattr(loader, "load_state_dict"):  # Lightning brings those to their position
+            return 0
+        world_size = self._shards.num_shards
+        if loaded["world_size"] != world_size:
+            raise ValueError(
+                explain(
+                    f"{loaded['world_size']} ranks to go on in the middle of an epoch, because "
+                    f"{type(loader).__name__} (training loader {index}) shares itself out",
+                    f"{world_size} ranks",
+                    "Resume on as many ranks, or from a checkpoint at an epoch's end; or let SamplerEpoch share out a "
+                    "map-style dataset",
+                )
+            )
+        return int(loaded["num_batches"])
+
+
+def _global_seed() -> int | None:
+    given = os.environ.get("PL_GLOBAL_SEED")
+    return None if given is None else int(given)
+
+
+def _batches_done(parts: list[ShardedBatchSampler | None], epoch: int, mode: str, saved: int) -> int:
+    """Returns how many of an epoch's batches are done, counted so that those left are as many as there are."""
+    counts = [
+        (len(part), left)
+        for part in parts
+        if part is not None and part.plan is not None and (left := part.num_batches_left(epoch)) is not None
+    ]
+    if len(counts) < len(parts):
+        return saved
+    if mode == "min_size":
+        length, left = min(length for length, _ in counts), min(left for _, left in counts)
+    else:
+        length, left = max(counts)
+    return length - left

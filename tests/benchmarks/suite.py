@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.benchmarks import evaluation, seeding, training
+from tests.benchmarks import evaluation, replicas, seeding, training
 from tests.benchmarks.timing import Row, slowest
 
 __all__ = ["collect", "measure"]
@@ -33,6 +33,9 @@ def measure(quick: bool) -> dict[str, Any]:
         "steps": {name: training.time_steps(name, num_steps, num_rounds) for name in step_workloads},
         "hooks": training.time_hooks("MLP", num_steps, num_rounds),
         "batchnorm": training.time_batchnorm("convnet", num_steps, num_rounds),
+        "checks": replicas.time_checks(num_steps, num_rounds),
+        "decisions": replicas.time_decisions(num_steps, num_rounds),
+        "posts": replicas.time_posts(num_steps, num_rounds),
         "seeding": seeding.time_seeding(200 if quick else 2000, num_rounds),
     }
 
@@ -49,4 +52,9 @@ def collect(by_rank: list[dict[str, Any]]) -> list[Row]:
     rows += sorted(steps, key=lambda row: row.section)
     rows += training.hook_rows("MLP", slowest([rank["hooks"][0] for rank in by_rank]), first["hooks"][1])
     rows += training.batchnorm_rows("convnet", slowest([rank["batchnorm"] for rank in by_rank]))
+    rows += replicas.rows(
+        slowest([rank["checks"] for rank in by_rank]),
+        slowest([rank["decisions"] for rank in by_rank]),
+        [rank["posts"] for rank in by_rank],
+    )
     return rows + seeding.rows([rank["seeding"] for rank in by_rank])

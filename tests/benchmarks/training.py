@@ -21,8 +21,10 @@ from tests.harness import trainer
 
 __all__ = [
     "batchnorm_rows",
+    "fit",
     "hook_rows",
     "require_equal",
+    "samples",
     "step_rows",
     "time_batchnorm",
     "time_hooks",
@@ -40,7 +42,8 @@ def _seconds_per_step(started_s: list[float]) -> float:
     return (started_s[-1] - started_s[NUM_SKIPPED]) / (len(started_s) - 1 - NUM_SKIPPED)
 
 
-def _samples(workload: Workload, num_steps: int) -> TensorDataset:
+def samples(workload: Workload, num_steps: int) -> TensorDataset:
+    """Returns what all ranks together train on in ``num_steps`` steps that count, and in those before."""
     return workload.samples((num_steps + NUM_SKIPPED + 1) * workload.batch_size * dist.get_world_size())
 
 
@@ -99,7 +102,7 @@ def time_steps(workload_name: str, num_steps: int, num_rounds: int) -> Times:
         Those of the trainings, and a barrier before each, on all ranks.
     """
     workload, losses = WORKLOADS[workload_name], {}
-    data = _samples(workload, num_steps)
+    data = samples(workload, num_steps)
     runs: dict[str, Callable[[], tuple[float, list[Tensor]]]] = {
         PLAIN: lambda: fit_plainly(workload, data),
         THEIRS: lambda: fit(workload, data, strategy=DDPStrategy()),
@@ -133,7 +136,7 @@ def time_hooks(workload_name: str, num_steps: int, num_rounds: int) -> tuple[Tim
         Those of the trainings, and a barrier before each, on all ranks.
     """
     workload = WORKLOADS[workload_name]
-    data = _samples(workload, num_steps)
+    data = samples(workload, num_steps)
     variants = {"none": lambda: fit(workload, data, strategy=CustomDDPStrategy())[0]}
     for name in HOOKS:
         variants[name] = lambda name=name: fit(workload, data, strategy=CustomDDPStrategy(comm_hook=name))[0]
@@ -161,7 +164,7 @@ def _bucket_sizes(workload: Workload) -> list[tuple[int, int]]:
 
     strategy = CustomDDPStrategy()
     strategy.add_bucket_observer(Sizes())
-    fit(workload, _samples(workload, 1), strategy=strategy)
+    fit(workload, samples(workload, 1), strategy=strategy)
     assert sum(count for count, _ in seen.values()) == sum(p.numel() for p in workload.network().parameters())
     return list(seen.values())
 
@@ -181,7 +184,7 @@ def time_batchnorm(workload_name: str, num_steps: int, num_rounds: int) -> Times
         Those of the trainings, and a barrier before each, on all ranks.
     """
     workload = WORKLOADS[workload_name]
-    data = _samples(workload, num_steps)
+    data = samples(workload, num_steps)
     return interleaved(
         {
             LOCAL: lambda: fit_plainly(workload, data)[0],

@@ -1,18 +1,23 @@
-"""Loaders whose length only iterating tells, kept in step: no rank leaves the loop while another still has a batch."""
+"""Loaders that must not be shared out here, kept in step all the same.
+
+An evaluation goes on while any rank has a batch: the others repeat theirs, and it does not count. Training stops
+together: what one rank has left when another has nothing is dropped, and said.
+"""
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from ddp_plugin.data.sampling import length_of
 from ddp_plugin.forwarding import ForwardsReads
 from ddp_plugin.gather import broadcast_object, gather_objects
 
-__all__ = ["LockstepLoader"]
+__all__ = ["LockstepLoader", "StopTogetherLoader"]
 
 _END = object()
 _DIGESTED_ELEMENTS = 1024  # of each tensor: enough to tell samples apart, whatever the size of an image
@@ -42,11 +47,7 @@ class LockstepLoader(ForwardsReads):
         self._group = group
         self.num_own_batches = 0
         self.delivers_the_same = False
-        try:
-            length: int | None = len(loader)  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError):
-            length = None
-        lengths = gather_objects(length, group)
+        lengths = gather_objects(length_of(loader), group)
         self._length = None if None in lengths else max(lengths)
 
     def __len__(self) -> int:
@@ -95,6 +96,87 @@ class LockstepLoader(ForwardsReads):
     def is_ghost(self, step: int) -> bool:
         """Whether a step of the latest iteration repeats a batch."""
         return step >= self.num_own_batches
+
+
+class StopTogetherLoader(ForwardsReads):
+    """Delivers a rank's own batches for as long as every rank has one.
+
+    The next batch is fetched, and its existence agreed on, while the current one is in use.
+
+    Args:
+        loader: any iterable of batches; its attributes are forwarded.
+        group: the control group, ``None`` for one process.
+        num_skipped: gives the batches that an iterator made now fetches and drops, because they were trained on before.
+        report: called at the end of an iteration that left batches behind, with the number of batches delivered and,
+            by rank, whether it had more.
+
+    Attributes:
+        lengths: what each rank's loader says its length is, ``None`` where it does not.
+        delivers_the_same: whether another rank's first batch was the same as this one's, in the first iteration.
+
+    Collectives:
+        At construction one object gather (lengths). While iterating one asynchronous all-reduce of an integer per
+        batch, one object gather at the first batch of the first iteration, and one at the end. All on the control
+        group, on all ranks alike.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        group: dist.ProcessGroup | None,
+        num_skipped: Callable[[], int],
+        report: Callable[[int, list[bool]], None],
+    ) -> None:
+        self.forwards_to = loader
+        self._group = group
+        self._num_skipped = num_skipped
+        self._report = report
+        self._has_looked = False
+        self.delivers_the_same = False
+        self.lengths = gather_objects(length_of(loader), group)
+        self._length = None if None in self.lengths else min(self.lengths)
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError(f"{type(self.forwards_to).__name__} has no length on at least one rank")
+        length: int = self._length
+        return length
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.forwards_to)
+        for _ in range(self._num_skipped()):
+            next(batches, _END)
+        batch = next(batches, _END)
+        if not self._has_looked:
+            self._has_looked = True
+            digests = gather_objects(None if batch is _END else _digest(batch), self._group)
+            own = digests[0 if self._group is None else dist.get_rank(self._group)]
+            self.delivers_the_same = own is not None and digests.count(own) > 1
+        num_delivered = 0
+        wait = self._ask(batch is not _END)
+        while wait():
+            following = next(batches, _END)
+            wait = self._ask(following is not _END)
+            yield batch
+            num_delivered += 1
+            batch = following
+        has_more = gather_objects(batch is not _END, self._group)
+        if any(has_more):
+            self._report(num_delivered, has_more)
+
+    def _ask(self, has_batch: bool) -> Callable[[], bool]:
+        """Starts asking whether all ranks have a batch; the function that is returned waits for the answer."""
+        if self._group is None:
+            return lambda: has_batch
+        flag = torch.tensor([int(has_batch)], dtype=torch.int32)
+        work = dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
+
+        def wait() -> bool:
+            assert work is not None
+            work.wait()
+            return bool(flag.item())
+
+        return wait
 
 
 def _digest(batch: Any) -> str:

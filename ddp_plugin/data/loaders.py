@@ -11,11 +11,11 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from ddp_plugin import _compat
+from ddp_plugin.data.sampling import ExactBatchSampler
 from ddp_plugin.errors import explain
 from ddp_plugin.forwarding import ForwardsReads
-from ddp_plugin.sampling import ExactBatchSampler
 
-__all__ = ["replaced", "share_loader", "shared_part", "walk"]
+__all__ = ["replaced", "share_loader", "shared_part", "walk", "whole"]
 
 
 def replaced(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
@@ -90,8 +90,8 @@ def share_loader(
         loader: a loader of a map-style dataset, with any sampler, batch sampler or none (``batch_size=None``).
         world_size: number of ranks.
         rank: this rank.
-        limit: see :class:`~ddp_plugin.sampling.ExactBatchSampler`.
-        agree: see :class:`~ddp_plugin.sampling.ExactBatchSampler`.
+        limit: see :class:`~ddp_plugin.data.sampling.ExactBatchSampler`.
+        agree: see :class:`~ddp_plugin.data.sampling.ExactBatchSampler`.
 
     Raises:
         ValueError: a ``DistributedSampler`` sits where it cannot be replaced by the whole order.
@@ -101,10 +101,10 @@ def share_loader(
     """
     batches: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if isinstance(batches, DistributedSampler):
-        batches = _whole(batches)
+        batches = whole(batches)
     elif isinstance(getattr(batches, "sampler", None), DistributedSampler) and type(batches) is BatchSampler:
         batches = copy.copy(batches)
-        batches.sampler = _whole(batches.sampler)
+        batches.sampler = whole(batches.sampler)
     elif any(isinstance(item, DistributedSampler) and item.num_replicas > 1 for item in walk(batches)):
         raise ValueError(
             explain(
@@ -126,8 +126,12 @@ def shared_part(loader: object) -> ExactBatchSampler | None:
     return next((item for item in walk(loader) if isinstance(item, ExactBatchSampler)), None)
 
 
-def _whole(sampler: DistributedSampler[Any]) -> DistributedSampler[Any]:
-    """Returns a copy of a DistributedSampler that delivers its whole order, without padding."""
+def whole(sampler: DistributedSampler[Any]) -> DistributedSampler[Any]:
+    """Returns a copy of a DistributedSampler that delivers its whole order, without padding.
+
+    Raises:
+        ValueError: it is a subclass, which may share out in a way of its own.
+    """
     if type(sampler) is not DistributedSampler:
         raise ValueError(
             explain(
@@ -136,7 +140,8 @@ def _whole(sampler: DistributedSampler[Any]) -> DistributedSampler[Any]:
                 "Give the evaluation loader a sampler over the whole dataset",
             )
         )
-    whole = copy.copy(sampler)
-    whole.num_replicas, whole.rank = 1, 0
-    whole.num_samples = whole.total_size = len(sampler.dataset)  # type: ignore[arg-type]  # it has a length already
-    return whole
+    clone = copy.copy(sampler)
+    length = len(sampler.dataset)  # type: ignore[arg-type]  # it has a length already
+    clone.num_samples = clone.total_size = length - length % sampler.num_replicas if sampler.drop_last else length
+    clone.num_replicas, clone.rank = 1, 0
+    return clone

@@ -17,7 +17,15 @@ from torch.utils.data import BatchSampler, SequentialSampler
 
 from ddp_plugin.forwarding import ForwardsReads
 
-__all__ = ["BatchShare", "ExactBatchSampler", "batch_fingerprint", "num_eval_steps", "share_batches"]
+__all__ = ["BatchShare", "ExactBatchSampler", "batch_fingerprint", "length_of", "num_eval_steps", "share_batches"]
+
+
+def length_of(items: object) -> int | None:
+    """Returns how many items there are, or ``None`` where the object does not say."""
+    try:
+        return len(items)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def num_eval_steps(num_batches: int, world_size: int, limit: int | None = None) -> int:

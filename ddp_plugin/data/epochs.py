@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from ddp_plugin.data.loaders import replaced, walk
 from ddp_plugin.errors import explain
 from ddp_plugin.forwarding import Forwarder
-from ddp_plugin.loaders import replaced, walk
 
 __all__ = ["share_epoch", "tell_epoch"]
 
@@ -17,7 +17,7 @@ def tell_epoch(loader: object, epoch: int) -> None:
     """Calls every ``set_epoch`` in reach of a loader, once for each object.
 
     Args:
-        loader: a loader, or any of the objects that :func:`~ddp_plugin.loaders.walk` follows.
+        loader: a loader, or any of the objects that :func:`~ddp_plugin.data.loaders.walk` follows.
         epoch: epoch, from 0.
 
     Raises:

@@ -1,0 +1,315 @@
+"""A run that is stopped in the middle of an epoch and resumed, against the run that was not."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import WeightedRandomSampler as Weighted
+
+from ddp_plugin import GlobalMeanLoss, SamplerEpoch, default_callbacks
+from ddp_plugin.data.sharded_sampler import ShardedBatchSampler
+from ddp_plugin.data.sharding import Shards
+from tests.harness import ranks, run_ranks, trainer
+from tests.test_training_data import KINDS, Buckets, Shuffles, says
+
+LENGTH = 26
+EPOCHS = 3
+
+
+class Augmented(Dataset[torch.Tensor]):
+    """Items are (index, noise): the noise is drawn where the item is fetched."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index), torch.rand(()).item()], dtype=torch.float64)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Thirteen samples on each rank, others on each."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        first = 13 * (dist.get_rank() if dist.is_initialized() else 0)
+        data = Augmented()
+        return (data[index] for index in range(first, first + 13))
+
+
+class Model(pl.LightningModule):
+    """Dropout, so that streams matter; keeps the indices that it was trained on, by epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(0.3), torch.nn.Linear(4, 1)).double()
+        self.seen: dict[int, list[list[int]]] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.setdefault(self.current_epoch, []).append(batch[:, 0].long().tolist())
+        return (self.net(batch / LENGTH) - batch[:, 1:]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    @property
+    def values(self) -> torch.Tensor:
+        return torch.cat([value.reshape(-1) for value in self.state_dict().values()]).clone()
+
+
+class SavesAt(pl.Callback):
+    """Saves after some batches of the whole run."""
+
+    def __init__(self, folder: Path, batches: tuple[int, ...]) -> None:
+        self.folder, self.batches, self.num_batches = folder, batches, 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.num_batches += 1
+        if self.num_batches in self.batches:
+            trainer.save_checkpoint(self.folder / f"{self.num_batches}.ckpt")
+
+
+def sampler_of(kind: str) -> Any:
+    return {
+        "weighted": lambda: Weighted(torch.arange(1.0, LENGTH + 1).tolist(), LENGTH),
+        "generator": lambda: RandomSampler(range(LENGTH), generator=torch.Generator().manual_seed(4)),
+        **{kind: lambda kind=kind: Shuffles(kind, length=LENGTH) for kind in KINDS},
+    }[kind]()
+
+
+def loader_of(kind: str, batch_size: int = 2, **settings: Any) -> Any:
+    if kind == "stream":
+        return DataLoader(Stream(), batch_size=batch_size, **settings)
+    if kind == "buckets":
+        batches = BatchSampler(SequentialSampler(range(LENGTH)), 2, False)
+        return DataLoader(Augmented(), batch_sampler=Buckets(batches), **settings)  # type: ignore[arg-type]
+    if kind in ("shuffle", "sequence"):
+        return DataLoader(Augmented(), batch_size=batch_size, shuffle=kind == "shuffle", **settings)
+    return DataLoader(Augmented(), batch_size=batch_size, sampler=sampler_of(kind), **settings)
+
+
+def fit(loader: Any, callbacks: list[Any], resume: Path | None = None, **settings: Any) -> Model:
+    pl.seed_everything(11, verbose=False)
+    model = Model()
+    settings = {"max_epochs": EPOCHS, "callbacks": callbacks} | settings
+    trainer(**settings).fit(model, loader, ckpt_path=resume)
+    return model
+
+
+def everyones(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def check(kind: str, folder: Path, saves: tuple[int, ...], callbacks: Any = default_callbacks, **settings: Any) -> None:
+    """Runs once without a stop; then resumes from each checkpoint, in a loader of its own."""
+    workers = settings.pop("workers", {})
+    whole = fit(loader_of(kind, **workers), [*callbacks(), SavesAt(folder, saves)], **settings)
+    per_epoch = len(whole.seen[0])
+    for number in saves:
+        resumed = fit(loader_of(kind, **workers), callbacks(), folder / f"{number}.ckpt", **settings)
+        window = number % per_epoch % settings.get("accumulate_grad_batches", 1) if number % per_epoch else 0
+        flat = [batch for epoch in sorted(whole.seen) for batch in whole.seen[epoch]]
+        assert [batch for epoch in sorted(resumed.seen) for batch in resumed.seen[epoch]] == flat[number - window :]
+        assert torch.equal(resumed.values, whole.values), number
+
+
+WORKERS: list[dict[str, Any]] = [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@ranks(1, 2, init=False)
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(workers: dict[str, Any], tmp_path: Path) -> None:
+    check("shuffle", tmp_path, (1, 4, 7, 9), workers=workers)
+
+
+@ranks(3, init=False)
+def test_so_it_is_on_three_ranks(tmp_path: Path) -> None:
+    check("shuffle", tmp_path, (1, 3, 5, 6))
+
+
+@pytest.mark.parametrize("kind", ["sequence", "weighted", "generator", "buckets", *KINDS])
+@ranks(2, init=False)
+def test_so_it_is_with_every_kind_of_sampler(kind: str, tmp_path: Path) -> None:
+    check(kind, tmp_path, (3, 7, 10))
+
+
+@pytest.mark.parametrize("settings", [{"num_workers": 0}, {"num_workers": 1}])
+@ranks(2, init=False)
+def test_so_it_is_with_iterable_datasets(settings: dict[str, Any], tmp_path: Path) -> None:
+    check("stream", tmp_path, (3, 7, 9), workers=settings)
+
+
+@ranks(1, 2, init=False)
+def test_a_window_that_was_not_complete_is_trained_on_again(tmp_path: Path) -> None:
+    check("shuffle", tmp_path, (2, 4, 7, 8), accumulate_grad_batches=3)
+
+
+@ranks(2, init=False)
+def test_an_exact_last_batch_is_exact_after_a_resume(tmp_path: Path) -> None:
+    def callbacks() -> list[Any]:
+        return [SamplerEpoch("exact"), GlobalMeanLoss(), *default_callbacks()[1:]]
+
+    check("shuffle", tmp_path, (3, 6), callbacks)
+
+
+@ranks(2, init=False)
+def test_validation_inside_the_epoch_changes_nothing(tmp_path: Path) -> None:
+    class Validates(Model):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("loss", self.net(batch).mean())
+
+    def run(resume: Path | None, *callbacks: Any) -> Model:
+        pl.seed_everything(11, verbose=False)
+        model = Validates()
+        settings: dict[str, Any] = {"max_epochs": EPOCHS, "val_check_interval": 3, "enable_checkpointing": True}
+        saves = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1 if resume is None else 0)
+        run = trainer(callbacks=[*default_callbacks(), saves, *callbacks], **settings)
+        run.fit(model, loader_of("shuffle"), DataLoader(Augmented(), batch_size=4), ckpt_path=resume)
+        return model
+
+    whole = run(None)
+    for step in (3, 6, 10):
+        assert torch.equal(run(tmp_path / f"step={step}.ckpt").values, whole.values), step
+
+
+@ranks(2, init=False)
+def test_without_the_callback_a_resumed_run_repeats_samples(tmp_path: Path) -> None:
+    whole = fit(loader_of("shuffle"), [SavesAt(tmp_path, (3,))], max_epochs=1)
+    with says("not resumable"):
+        resumed = fit(loader_of("shuffle"), [], tmp_path / "3.ckpt", max_epochs=1)
+    assert resumed.seen[0] != whole.seen[0][3:]
+
+
+@ranks(2, init=False)
+def test_another_order_is_refused(tmp_path: Path) -> None:
+    def run(seed: int, resume: Path | None = None) -> None:
+        loader = DataLoader(Augmented(), batch_size=2, sampler=Hidden(seed))
+        fit(loader, [SamplerEpoch(), SavesAt(tmp_path, (3,))], resume)
+
+    run(1)
+    run(1, tmp_path / "3.ckpt")
+    with pytest.raises(ValueError, match=r"Hidden to draw the order of epoch 0 .*hash differs.*set_epoch"):
+        run(2, tmp_path / "3.ckpt")
+
+
+class Hidden:
+    """Draws from something that nobody can find."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed)
+        return iter(torch.randperm(LENGTH, generator=generator).tolist())
+
+    def __len__(self) -> int:
+        return LENGTH
+
+
+@ranks(2, init=False)
+def test_the_seed_of_orders_is_in_the_checkpoint(tmp_path: Path) -> None:
+    def run(seed: int, resume: Path | None = None) -> Model:
+        torch.manual_seed(seed)
+        model = Model()
+        torch.manual_seed(seed)
+        fit = trainer(max_epochs=2, callbacks=[SamplerEpoch(), SavesAt(tmp_path, (3,))])
+        fit.fit(model, loader_of("shuffle"), ckpt_path=resume)
+        return model
+
+    whole, resumed, other = run(1), run(2, tmp_path / "3.ckpt"), run(2)
+    assert resumed.seen == {0: whole.seen[0][3:], 1: whole.seen[1]}
+    assert other.seen[1] != whole.seen[1]
+
+
+@ranks(2, init=False)
+def test_the_checkpoint_holds_plain_values(tmp_path: Path) -> None:
+    fit(loader_of("own numpy"), [SamplerEpoch(), SavesAt(tmp_path, (3,))], max_epochs=1)
+    loaded = torch.load(tmp_path / "3.ckpt", weights_only=True)
+    assert loaded["callbacks"]["SamplerEpoch"]["num_batches"] == 3
+
+
+# ------------------------------------------------------------------------------------------------ other world sizes
+
+
+def _run(folder: str, kind: str, resume: str | None, saves: tuple[int, ...], batch_size: int, **settings: Any) -> Any:
+    callbacks = [SamplerEpoch("exact"), GlobalMeanLoss(), *default_callbacks()[1:]]
+    model = fit(
+        loader_of(kind, batch_size),
+        [*callbacks, SavesAt(Path(folder), saves)],
+        Path(folder, resume) if resume else None,
+        **settings,
+    )
+    return model.seen, model.trainer.global_step
+
+
+def global_batches(parts: list[Any], epoch: int) -> list[list[int]]:
+    """What all ranks together trained on, step by step; a repeated sample inside one step stood in for none."""
+    steps = zip(*(seen.get(epoch, []) for seen, _ in parts), strict=True)
+    return [sorted({number for batch in step for number in batch}) for step in steps]
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "own torch", "buckets"])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (1, 2), (3, 2)])
+def test_on_another_number_of_ranks_each_remaining_sample_is_seen_once(
+    before: int, after: int, kind: str, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"init": False, "folder": str(tmp_path), "kind": kind, "batch_size": 2}
+    whole = run_ranks(_run, before, resume=None, saves=(3,), **settings)
+    resumed = run_ranks(_run, after, resume="3.ckpt", saves=(), **settings)
+    flat = [sum(global_batches(parts, epoch), []) for parts in (whole, resumed) for epoch in range(EPOCHS)]
+    first = sum(global_batches(whole, 0)[:3], [])
+    assert sorted(first + flat[EPOCHS]) == list(range(LENGTH))  # the rest of the epoch, each once
+    for epoch in range(1, EPOCHS):  # then the epochs' orders, dealt out to the new ranks
+        blocks = global_batches(resumed, epoch)
+        assert sorted(sum(blocks, [])) == list(range(LENGTH))
+        if kind == "shuffle":
+            generator = torch.Generator().manual_seed(11 + epoch)
+            order = torch.randperm(LENGTH, generator=generator).tolist()
+            assert blocks == [sorted(order[start : start + 2 * after]) for start in range(0, LENGTH, 2 * after)]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_kept_global_batch_continues_step_for_step(accumulate: int, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"init": False, "folder": str(tmp_path), "kind": "shuffle"}
+    whole = run_ranks(_run, 2, resume=None, saves=(4,), batch_size=2, accumulate_grad_batches=accumulate, **settings)
+    alone = run_ranks(
+        _run, 1, resume="4.ckpt", saves=(), batch_size=2, accumulate_grad_batches=2 * accumulate, **settings
+    )
+    assert alone[0][1] == whole[0][1]  # optimizer steps
+    assert sorted(sum(global_batches(alone, 0), [])) == sorted(sum(global_batches(whole, 0)[4:], []))
+
+
+def test_a_stream_is_refused_on_another_number_of_ranks(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"init": False, "folder": str(tmp_path), "kind": "stream", "batch_size": 2}
+    run_ranks(_run, 2, resume=None, saves=(3,), **settings)
+    with pytest.raises(AssertionError, match=r"2 ranks to go on in the middle of an epoch.*on rank 0 of 1|1 ranks"):
+        run_ranks(_run, 1, resume="3.ckpt", saves=(), **settings)
+
+
+# ------------------------------------------------------------------------------------------------------ the sampler
+
+
+def test_a_position_in_a_later_pass_is_found_again() -> None:
+    def sampler() -> ShardedBatchSampler:
+        batches = BatchSampler(RandomSampler(range(7)), 1, False)
+        return ShardedBatchSampler(batches, Shards(1, 0), "pad", lambda: 3, lambda: 5, None)
+
+    whole = sampler()
+    delivered = [batch for _ in range(3) for batch in whole]  # a loader that is cycled: three passes in one epoch
+    for done in range(1, 21):
+        begun = sampler()
+        for _ in range(-(-done // 7)):
+            list(begun)
+        resumed = sampler()
+        position = begun.position(done)
+        assert position is not None
+        resumed.resume(position)
+        rest = [batch for _ in range(3) for batch in resumed]
+        assert rest[: 21 - done] == delivered[done:]
