@@ -69,6 +69,11 @@ STORY = (
     "callbacks.scale_learning_rate",
     "callbacks.gradient_noise_scale",
     "callbacks",
+    "strategy.group",
+    "strategy.reductions",
+    "strategy.wrapping",
+    "strategy.logical",
+    "strategy.custom",
     "strategy",
 )
 # Kernels: neither processes nor Lightning.

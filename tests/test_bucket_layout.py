@@ -175,7 +175,7 @@ def test_what_differs_from_the_saved_run_is_said_once(tmp_path: Path) -> None:
 def _warnings(function: Any) -> list[str]:
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ddp_plugin.strategy.rank_zero_warn", said.append)
+        patch.setattr("ddp_plugin.strategy.wrapping.rank_zero_warn", said.append)
         function()
     return [
         text.removeprefix("Results may differ from the uninterrupted run's in the last bit: ")[:-1] for text in said

@@ -138,7 +138,7 @@ def test_without_following_the_ranks_drift_apart() -> None:
 @ranks(2, init=False)
 def test_without_averaging_what_was_accumulated_a_frozen_parameter_drifts_apart() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ddp_plugin.strategy.average_gradients", lambda *_: None)
+        patch.setattr("ddp_plugin.strategy.wrapping.average_gradients", lambda *_: None)
         found = fit(3, module=Regression({7: {"net.4": False}}))
     assert not equal_on_all_ranks(found)
 
@@ -266,7 +266,7 @@ def test_buffers_of_each_rank_survive_where_ranks_keep_their_own() -> None:
 def test_one_line_says_what_changed() -> None:
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ddp_plugin.strategy.rank_zero_info", said.append)
+        patch.setattr("ddp_plugin.strategy.wrapping.rank_zero_info", said.append)
         fit()
     assert said == [
         "CustomDDPStrategy: the model is wrapped again: unfrozen net.0.weight, net.0.bias.",

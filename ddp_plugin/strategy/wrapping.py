@@ -1,0 +1,282 @@
+"""The wrap in DistributedDataParallel: its hook and observers, and that it follows the model while it trains."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ddp_plugin import _compat
+from ddp_plugin.errors import DDPPluginError, explain
+from ddp_plugin.hooks import HOOKS, CommHook
+from ddp_plugin.strategy.reductions import MatchedReductions
+from ddp_plugin.wrapping.arguments import BucketObserver, no_sync, observed
+from ddp_plugin.wrapping.buckets import LayoutKeeper
+from ddp_plugin.wrapping.rewrap import (
+    TrainableParameters,
+    agree_on_trainable,
+    average_gradients,
+    forget_buckets,
+    in_words,
+    meet,
+    refuse_what_holds_on,
+    release,
+)
+from ddp_plugin.wrapping.unused import named_parameter_errors
+
+__all__ = ["FollowingWrap"]
+
+_UNFREEZE_WAIT = timedelta(minutes=5)  # for the other ranks to change their trainable parameters in the same step
+
+
+class FollowingWrap(MatchedReductions):
+    """Wraps the model, wraps it again when other parameters are trainable, and names parameters in errors."""
+
+    _bucket_observers: list[BucketObserver]
+    _layout: LayoutKeeper
+    _comm_hook: CommHook | None = None
+    _hook_is_registered = False
+    _first_backward_done = False
+    _trainable: TrainableParameters | None = None  # of the latest wrap
+    _epoch_of_agreement: int | None = None  # in which all ranks' trainable parameters were compared last
+    _unused_at_first: list[str]
+
+    def setup(self, trainer: Any) -> None:
+        """Wraps the model, and lets the first training batch compare what is trainable."""
+        super().setup(trainer)
+        self._epoch_of_agreement = None
+
+    @property
+    def comm_hook(self) -> CommHook | None:
+        """The hook that was asked for by ``comm_hook``, or ``None`` where DDP's own reducer runs."""
+        return self._comm_hook
+
+    def add_bucket_observer(self, observer: BucketObserver) -> None:
+        """Lets ``observer`` see each gradient bucket before and after its reduction.
+
+        The first observer replaces DDP's reducer by the bit-identical ``allreduce`` hook, unless a hook runs already.
+        Adding the same observer again changes nothing.
+
+        Collectives:
+            None.
+        """
+        if observer not in self._bucket_observers:
+            self._bucket_observers.append(observer)
+        if isinstance(self.model, DistributedDataParallel) and not self._hook_is_registered:
+            self._register_ddp_hooks()
+
+    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        self._hook_is_registered = self._first_backward_done = self._pl_static_graph_delay_done = False
+        self._unused_at_first = []
+        self._trainable = trainable = self._trainable_parameters(model)
+        group = self.control_group if self._one_model_on_all_ranks else None
+        agree_on_trainable(trainable, group)
+        with self._layout.first_buckets(trainable.names, group):
+            return super()._setup_model(model)
+
+    def _register_ddp_hooks(self) -> None:
+        """Registers a hook only if a hook or an observer was asked for, on every device type."""
+        assert isinstance(self.model, DistributedDataParallel)
+        hook = self._comm_hook
+        if self._ddp_comm_hook is not None:
+            function = self._ddp_comm_hook
+            if self._ddp_comm_wrapper is not None:
+                function = self._ddp_comm_wrapper(function)
+            state = self._ddp_comm_state
+        elif hook is not None or self._bucket_observers:
+            hook = hook or HOOKS["allreduce"]()
+            function, state = hook.function, hook.make_state(self.model.process_group)
+        else:
+            return
+        self.model.register_comm_hook(state, observed(function, self._bucket_observers))
+        self._hook_is_registered = True
+
+    # ------------------------------------------------------------------------------------------------------ one step
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Follows what is trainable; Lightning calls this after all hooks of the same name."""
+        super().on_train_batch_start(batch, batch_idx)
+        if isinstance(self.model, DistributedDataParallel) and self._trainable is not None:
+            self._follow_trainable(self.model, self._trainable)
+            if complaint := self._layout.complaint(self.model, self._trainable.names):
+                rank_zero_warn(f"Results may differ from the uninterrupted run's in the last bit: {complaint}.")
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step through the wrap; DDP's errors about parameters name them."""
+        with self._parameter_errors():
+            return super().training_step(*args, **kwargs)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Refuses parameters that were unfrozen inside the step, where no wrap can reduce their gradients any more."""
+        wrapped, trainable = isinstance(self.model, DistributedDataParallel), self._trainable
+        if wrapped and trainable is not None and (late := trainable.unfrozen()):
+            raise DDPPluginError(
+                explain(
+                    "parameters to be unfrozen before the training step",
+                    f"{in_words(late)} unfrozen inside it, so that their gradients would stay this rank's own",
+                    "Unfreeze them in a hook before the step, such as on_train_epoch_start or on_train_batch_start",
+                )
+            )
+        super().pre_backward(closure_loss)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs the backward; parameters that got no gradient are named.
+
+        Raises:
+            DDPPluginError: a parameter got no gradient, or was unfrozen since the step began; it is named. Torch says
+                so at the next forward only, after a step with unreduced gradients, and never in the last step.
+
+        Collectives:
+            One all-reduce per bucket on every rank, except while gradients accumulate.
+        """
+        with self._parameter_errors():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Notes that this wrap has seen a backward, beside what Lightning does, and looks whether it is complete."""
+        super().post_backward(closure_loss)
+        model, module = self.model, self.lightning_module
+        if isinstance(model, DistributedDataParallel):
+            if module is None or module.automatic_optimization:
+                _compat.check_reduction_finished(model)
+            if getattr(model, "static_graph", False) and not self._first_backward_done and self._trainable is not None:
+                self._unused_at_first = self._trainable.without_gradient()
+        self._first_backward_done = True
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Skips the reduction while gradients accumulate; the first backward of a static graph still synchronises."""
+        if not isinstance(self.model, DistributedDataParallel):
+            yield
+            return
+        with no_sync(self.model, first_backward_done=self._first_backward_done):
+            yield
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs the closure and the step; in manual optimization, after a look whether the reduction is complete.
+
+        Raises:
+            DDPPluginError: a parameter got no gradient; it is named.
+
+        Collectives:
+            Those of the closure.
+        """
+        module = self.lightning_module
+        if isinstance(self.model, DistributedDataParallel) and module is not None and not module.automatic_optimization:
+            with self._parameter_errors():  # several backwards may make one reduction here, but now it has to be one
+                _compat.check_reduction_finished(self.model)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def teardown(self) -> None:
+        """Lets go of the wrap."""
+        if isinstance(self.model, DistributedDataParallel) and self._trainable is not None:
+            self._layout.end(self.model, self._trainable)
+        self._trainable = None
+        super().teardown()
+
+    def _parameter_errors(self) -> AbstractContextManager[None]:
+        model = self.model
+        return named_parameter_errors(
+            self._trainable.names if self._trainable is not None else (),
+            static_graph=bool(getattr(model, "static_graph", False)),
+            find_unused_parameters=bool(getattr(model, "find_unused_parameters", False)),
+            unused_at_first=self._unused_at_first,
+        )
+
+    # ------------------------------------------------------------------------------------------------------- re-wrap
+
+    def rewrap(self) -> None:
+        """Wraps the model again, from rank 0's values; the hook and the observers are registered again.
+
+        This happens by itself where the set of trainable parameters has changed when a training batch begins; call it
+        after any other change that DistributedDataParallel has to know of. Optimizers are left as they are, and so are
+        gradients that an accumulation window has gathered so far; those of parameters that are frozen now are averaged,
+        because no wrap will do so any more. Does nothing while there is no wrap.
+
+        Raises:
+            DDPPluginError: on all ranks, when they differ in what is trainable; or where a setting holds the old wrap.
+
+        Collectives:
+            On every rank: what a wrap costs, a comparison on the control group, and an all-reduce for each frozen
+            parameter that holds a gradient.
+        """
+        old, before = self.model, self._trainable
+        if not isinstance(old, DistributedDataParallel) or before is None:
+            return
+        refuse_what_holds_on(old)
+        now = self._trainable_parameters(old.module)
+        unfrozen, frozen = now.added_since(before), before.added_since(now)
+        if self._one_model_on_all_ranks:
+            agree_on_trainable(now, self.control_group)
+            left = [parameter for parameter in before.parameters() if not parameter.requires_grad]
+            average_gradients(left, old.process_group, self.control_group)
+        own_buffers = [] if old.broadcast_buffers else [(b, b.detach().clone()) for b in old.module.buffers()]
+        self.model = release(old)
+        forget_buckets(self._ddp_comm_state)
+        self.configure_ddp()
+        with torch.no_grad():
+            for buffer, value in own_buffers:
+                buffer.copy_(value)
+        changes = [f"{verb} {in_words(n)}" for verb, n in (("unfrozen", unfrozen), ("frozen", frozen)) if n]
+        rank_zero_info(f"CustomDDPStrategy: the model is wrapped again: {'; '.join(changes) or 'on request'}.")
+
+    def _follow_trainable(self, model: DistributedDataParallel, known: TrainableParameters) -> None:
+        """Wraps the model again if other parameters are trainable than at the wrap, on all ranks."""
+        module = self.lightning_module
+        assert module is not None
+        epoch, automatic = module.trainer.current_epoch, module.automatic_optimization
+        is_new_epoch = epoch != self._epoch_of_agreement
+        # Manual optimization freezes and unfreezes at will inside a step: what is frozen there stays in the wrap.
+        if not (is_new_epoch or (known.changed() if automatic else known.unfrozen())):
+            return
+        self._epoch_of_agreement = epoch
+        now = self._trainable_parameters(model.module)
+        unfrozen, frozen = now.added_since(known), known.added_since(now)
+        if self._one_model_on_all_ranks:
+            wait = self._timeout or timedelta(minutes=30)
+            reason = f"{in_words([*unfrozen, *frozen])} changed here" if unfrozen or frozen else "a new epoch"
+            meet(self.world_size, wait if is_new_epoch else min(wait, _UNFREEZE_WAIT), reason)
+            agree_on_trainable(now, self.control_group)
+        if unfrozen or (frozen and automatic):
+            self.rewrap()
+
+    def _trainable_parameters(self, module: torch.nn.Module) -> TrainableParameters:
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        delayed = {name for name, _ in self._ddp_kwargs.get("delay_all_reduce_named_params", ())}
+        return TrainableParameters(module, ignored | delayed)
+
+    @property
+    def _one_model_on_all_ranks(self) -> bool:
+        """Whether all ranks hold the same parameters; not so where the user's own group or mesh divides a model."""
+        return self.world_size > 1 and not {"process_group", "device_mesh"} & set(self._ddp_kwargs)
+
+    # ---------------------------------------------------------------------------------------------------- checkpoint
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Saves a checkpoint; one of a training run also keeps the layout of its gradient buckets.
+
+        Collectives:
+            Those of DDP's own rebuilding of its buckets on every rank, when it is due.
+        """
+        if "optimizer_states" in checkpoint:  # of a run, not of weights alone
+            model = self.model if isinstance(self.model, DistributedDataParallel) else None
+            self._layout.save(checkpoint, model, self._trainable)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Loads a checkpoint; the wrap that follows begins with the bucket layout of the run that saved it."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._layout.load(checkpoint)
+        return checkpoint
