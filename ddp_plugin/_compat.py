@@ -217,6 +217,20 @@ def set_train_batches_done(trainer: Any, num_batches: int, *, in_total: bool = T
             setattr(tracker, name, getattr(tracker, name) - fewer)
 
 
+def reenter_train_epoch(trainer: Any) -> None:
+    """Makes a resumed run go on inside the epoch that its checkpoint had already counted as over.
+
+    Lightning ends an epoch when ``max_steps`` or a stop ends the run inside it, and would go on with the next one,
+    whose first batches it then takes as done.
+    """
+    fit_loop = trainer.fit_loop
+    for tracker in (fit_loop.epoch_progress.current, fit_loop.epoch_progress.total):
+        tracker.processed -= 1
+        tracker.completed = min(tracker.completed, tracker.processed)
+    fit_loop.restarting = True
+    fit_loop.update_restart_stage()
+
+
 def is_last_train_batch(trainer: Any) -> bool:
     """Whether the latest training batch was its epoch's last; also where only the loader's end tells."""
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)

@@ -37,6 +37,8 @@ def test_lightnings_private_names() -> None:
         assert hasattr(loop, "_combined_loader")
     progress = trainer.fit_loop.epoch_loop.batch_progress
     assert progress.is_last_batch is False
+    assert list(inspect.signature(trainer.fit_loop.update_restart_stage).parameters) == []
+    assert trainer.fit_loop.restarting is trainer.fit_loop.is_resuming is False
     for tracker in (progress.current, progress.total):
         assert set(vars(tracker)) == {"ready", "started", "processed", "completed"}
     assert hasattr(trainer.predict_loop, "_predictions")

@@ -1,5 +1,6 @@
 """A run that is stopped in the middle of an epoch and resumed, against the run that was not."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,12 @@ def test_so_it_is_on_three_ranks(tmp_path: Path) -> None:
     check("shuffle", tmp_path, (1, 3, 5, 6))
 
 
+@pytest.mark.parametrize("strategy", ["ddp_plugin_bf16", "ddp_plugin_fp16", "ddp_plugin_static"])
+@ranks(2, 3, init=False)
+def test_so_it_is_with_hooks_and_a_static_graph(strategy: str, tmp_path: Path) -> None:
+    check("shuffle", tmp_path, (2, 4), strategy=strategy)
+
+
 @pytest.mark.parametrize("kind", ["sequence", "weighted", "generator", "buckets", *KINDS])
 @ranks(2, init=False)
 def test_so_it_is_with_every_kind_of_sampler(kind: str, tmp_path: Path) -> None:
@@ -177,6 +184,72 @@ def test_validation_inside_the_epoch_changes_nothing(tmp_path: Path) -> None:
     whole = run(None)
     for step in (3, 6, 10):
         assert torch.equal(run(tmp_path / f"step={step}.ckpt").values, whole.values), step
+
+
+class SavesIn(pl.Callback):
+    """Saves in a hook of one's choice, once, when a number of batches is over."""
+
+    def __init__(self, hook: str, path: Path, num_batches: int) -> None:
+        setattr(self, hook, self._save)
+        self.path, self.left, self.saved = path, num_batches, False
+
+    def _save(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.left <= 0 and not self.saved:
+            self.saved = True
+            trainer.save_checkpoint(self.path)
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.left -= 1
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_train_epoch_end", "on_train_end"]
+)
+@pytest.mark.parametrize("early", [True, False])
+@ranks(2, init=False)
+def test_a_checkpoint_may_be_saved_in_any_hook(hook: str, early: bool, tmp_path: Path) -> None:
+    path = tmp_path / "any.ckpt"
+    saves = SavesIn(hook, path, num_batches=0 if hook == "on_train_start" else 8)
+    callbacks = [saves, *default_callbacks()] if early else [*default_callbacks(), saves]
+    whole = fit(loader_of("shuffle"), callbacks, max_epochs=2 if hook == "on_train_end" else EPOCHS)
+    resumed = fit(loader_of("shuffle"), default_callbacks(), path)
+    if hook == "on_train_end":
+        whole = fit(loader_of("shuffle"), default_callbacks())
+    assert torch.equal(resumed.values, whole.values)
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_end", "on_exception"])
+@pytest.mark.parametrize("steps", [3, 9])
+@ranks(2, init=False)
+def test_a_run_that_ended_inside_an_epoch_goes_on_inside_it(hook: str, steps: int, tmp_path: Path) -> None:
+    class Fails(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if hook == "on_exception" and trainer.global_step == steps:
+                raise KeyboardInterrupt
+
+    path = tmp_path / "end.ckpt"
+    whole = fit(loader_of("shuffle"), default_callbacks())
+    callbacks = [*default_callbacks(), SavesIn(hook, path, steps), Fails()]
+    with contextlib.suppress(SystemExit):
+        fit(loader_of("shuffle"), callbacks, max_steps=-1 if hook == "on_exception" else steps)
+    resumed = fit(loader_of("shuffle"), default_callbacks(), path)
+    assert sum(map(len, resumed.seen.values())) == sum(map(len, whole.seen.values())) - steps
+    assert torch.equal(resumed.values, whole.values)
+
+
+@ranks(2, init=False)
+def test_so_does_one_that_was_asked_to_stop(tmp_path: Path) -> None:
+    class Stops(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            trainer.should_stop = trainer.global_step >= 4
+
+    path = tmp_path / "end.ckpt"
+    whole = fit(loader_of("shuffle"), default_callbacks())
+    stopped = fit(loader_of("shuffle"), [*default_callbacks(), SavesIn("on_train_end", path, 1), Stops()])
+    resumed = fit(loader_of("shuffle"), default_callbacks(), path)
+    assert len(stopped.seen[0]) in (4, 5)
+    assert resumed.seen[0] == whole.seen[0][len(stopped.seen[0]) :]
+    assert torch.equal(resumed.values, whole.values)
 
 
 @ranks(2, init=False)

@@ -44,10 +44,11 @@ class Net(pl.LightningModule):
 
 class Saves(pl.Callback):
     def __init__(self, folder: str) -> None:
-        self.path = Path(folder, "step.ckpt")
+        self.path, self.saved = Path(folder, "step.ckpt"), False
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 13 and not self.path.exists():  # in the second epoch
+        if trainer.global_step == 13 and not self.saved:  # in the second epoch
+            self.saved = True
             trainer.save_checkpoint(self.path)
 
 

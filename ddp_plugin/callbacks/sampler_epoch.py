@@ -88,6 +88,7 @@ class SamplerEpoch(pl.Callback):
         self._prepared: tuple[int, int] = (0, 0)  # epoch in which the loaders were made, how many
         self._skipped: set[int] = set()  # loaders, kept in step, whose iterator has been brought to the position
         self._resumed_at: tuple[int, int] = (-1, 0)  # epoch, batches that were done
+        self._epoch_of_batch: int | None = None  # of the latest batch
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Asks to see the loaders, as the user made them."""
@@ -122,6 +123,7 @@ class SamplerEpoch(pl.Callback):
         trainer = self._trainer
         if stage is not RunningStage.TRAINING or trainer is None:
             return loader
+        self._reenter(trainer)
         epoch = _compat.train_epoch(trainer)
         made_in, index = self._prepared if self._prepared[0] == epoch else (epoch, 0)
         self._prepared = (made_in, index + 1)
@@ -212,6 +214,7 @@ class SamplerEpoch(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Takes up the position; makes the iterators anew if they were made for another epoch."""
+        self._reenter(trainer)
         self._resume(trainer)
         if self._tell_all(trainer):
             for index, leaf in enumerate(_compat.loaders_of(trainer.fit_loop)[0]):
@@ -225,6 +228,7 @@ class SamplerEpoch(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Says once if ranks trained on the same data."""
+        self._loaded = None  # loaders that are made later are not the ones that it describes
         for leaf in _compat.loaders_of(trainer.fit_loop)[0]:
             if isinstance(leaf, StopTogetherLoader) and leaf.delivers_the_same:
                 self._say(
@@ -250,8 +254,9 @@ class SamplerEpoch(pl.Callback):
         trainer = self._trainer
         if trainer is None or self._seed is None or self._told_epoch is None:
             return {} if self._seed is None else {"seed": self._seed}
-        done = _compat.train_batches_done(trainer)
-        is_complete = done >= trainer.num_training_batches or (done > 0 and _compat.is_last_train_batch(trainer))
+        # Until an epoch has its first batch, Lightning's count is that of the epoch before.
+        done = _compat.train_batches_done(trainer) if self._epoch_of_batch == self._told_epoch else 0
+        is_complete = done > 0 and (done >= trainer.num_training_batches or _compat.is_last_train_batch(trainer))
         if not is_complete and trainer.lightning_module.automatic_optimization:
             done -= done % trainer.accumulate_grad_batches  # the window's gradients so far are not saved
         before = self._resumed_at[1] if self._resumed_at[0] == self._told_epoch else 0
@@ -282,14 +287,21 @@ class SamplerEpoch(pl.Callback):
         positions = (self._loaded or {}).get("positions", [])
         return Position(**positions[index]) if index < len(positions) and positions[index] else None
 
+    def _reenter(self, trainer: pl.Trainer) -> None:
+        """Goes back into the epoch if the interrupted run was stopped inside it, and Lightning counted it as over."""
+        loaded = self._loaded or {}
+        was_inside = loaded.get("num_batches", 0) > 0 and not loaded["is_complete"]
+        if was_inside and trainer.fit_loop.is_resuming and loaded["epoch"] == _compat.train_epoch(trainer) - 1:
+            _compat.reenter_train_epoch(trainer)
+
     def _resume(self, trainer: pl.Trainer) -> None:
         """Brings Lightning's count of batches to the position, in batches of this run's ranks."""
         loaded, epoch = self._loaded, _compat.train_epoch(trainer)
         if loaded is None or "epoch" not in loaded:
             return
         if loaded["epoch"] != epoch:
-            if loaded["is_complete"] and math.isinf(trainer.num_training_batches):
-                _compat.set_train_batches_done(trainer, 0, in_total=False)  # Lightning does so where it has a length
+            if loaded["is_complete"]:  # Lightning knows of the next epoch, but not always that it begins at its beginning
+                _compat.set_train_batches_done(trainer, 0, in_total=False)
             return
         leaves, mode = _compat.loaders_of(trainer.fit_loop)
         if loaded["is_complete"]:
@@ -309,6 +321,7 @@ class SamplerEpoch(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Lets Lightning warn again."""
+        self._epoch_of_batch = self._told_epoch
         self._unquiet()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from ddp_plugin import CustomDDPStrategy, ExactEvaluation, PerRankSeed
+from ddp_plugin import CustomDDPStrategy, ExactEvaluation, GlobalMeanLoss, PerRankSeed, log_weight
 from ddp_plugin.hooks import HOOKS
 from tests.gpu.device import (
     DEVICE,
@@ -23,6 +23,7 @@ from tests.gpu.device import (
     flat_gradient,
     make_data,
     make_net,
+    make_optimizer,
     rank_and_world_size,
     train_loader,
     train_plainly,
@@ -68,6 +69,58 @@ def gradient_of_rank(rank: int, world_size: int) -> Tensor:
     inputs, targets = next(batches(make_data()))
     nn.functional.mse_loss(net(inputs[rank::world_size]), targets[rank::world_size]).backward()
     return flat_gradient(net)
+
+
+# ---------------------------------------------------------------------------------------------------------- the mean
+
+
+class Weighted(Regression):
+    """The mean over the targets that are positive: each batch has its own number of them, known on the device only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        counts = targets > 0
+        log_weight(self, counts.sum())
+        return ((self.net(inputs) - targets).square() * counts).sum() / counts.sum().clamp(min=1)
+
+
+def check_global_mean(**settings: Any) -> None:
+    """Steps are those of the mean over all that counts, although only the device knows how much that is."""
+    net = make_net().to(DEVICE)
+    optimizer = make_optimizer(net)
+    for inputs, targets in batches(make_data()):
+        counts = targets > 0
+        (((net(inputs) - targets).square() * counts).sum() / counts.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    module = Weighted(make_net())
+    run = device_trainer(strategy=CustomDDPStrategy(**settings), callbacks=[GlobalMeanLoss()])
+    run.fit(module, train_loader(make_data()))
+    torch.testing.assert_close(flat(module.net).to(DEVICE), flat(net), rtol=0, atol=1e-12)
+
+
+class Reduces(Regression):
+    """Brings tensors of the CPU to a group that may not serve it."""
+
+    def on_train_start(self) -> None:
+        rank, world_size = rank_and_world_size()
+        strategy: Any = self.trainer.strategy
+        mean = strategy.reduce(torch.tensor([rank, 1]))
+        assert (mean.device.type, mean.tolist()) == ("cpu", [(world_size - 1) / 2, 1.0])
+        gathered = self.all_gather(torch.full((2,), float(rank)))
+        assert gathered.device.type == "cpu" or DEVICE.type == "cuda"
+        assert gathered.reshape(world_size, 2)[:, 0].tolist() == list(range(world_size))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("rank", float(rank_and_world_size()[0]), on_step=True, on_epoch=False, sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
+def check_cpu_tensors(**settings: Any) -> None:
+    """Tensors of the CPU are reduced and gathered whatever the backend, and logged values too."""
+    run = device_trainer(strategy=CustomDDPStrategy(**settings), max_steps=1)
+    run.fit(Reduces(make_net()), train_loader(make_data()))
+    assert float(run.callback_metrics["rank"]) == (rank_and_world_size()[1] - 1) / 2
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from ddp_plugin import CustomDDPStrategy, NcclOptions, _compat
 from ddp_plugin.batchnorm import convert_batchnorm
 from ddp_plugin.hooks import HOOKS
-from tests.gpu.bodies import check_evaluation, check_hook, check_random_streams, check_training, fit
+from tests.gpu.bodies import (
+    check_cpu_tensors,
+    check_evaluation,
+    check_global_mean,
+    check_hook,
+    check_random_streams,
+    check_training,
+    fit,
+)
 from tests.gpu.device import (
     DEVICE,
     ON_CUDA,
@@ -184,3 +192,13 @@ def test_a_checkpoint_of_the_device_is_plain(tmp_path: Any) -> None:
     loaded = torch.load(tmp_path / "run.ckpt", map_location="cpu", weights_only=True)["state_dict"]
     assert list(loaded) == [f"net.{name}" for name in make_net().state_dict()]
     torch.testing.assert_close(torch.cat([value.reshape(-1) for value in loaded.values()]), flat(net).cpu())
+
+
+@ranks(1, init=False)
+def test_a_mean_weighted_on_the_device() -> None:
+    check_global_mean()
+
+
+@ranks(1, init=False)
+def test_tensors_of_the_cpu_travel() -> None:
+    check_cpu_tensors()

@@ -13,7 +13,9 @@ from ddp_plugin import ConvertSyncBatchNorm, CustomDDPStrategy, GatherPrediction
 from ddp_plugin.batchnorm import convert_batchnorm
 from ddp_plugin.hooks import HOOKS
 from tests.gpu.bodies import (
+    check_cpu_tensors,
     check_evaluation,
+    check_global_mean,
     check_hook,
     check_random_streams,
     check_training,
@@ -159,3 +161,13 @@ def test_reduce_of_device_tensors() -> None:
     assert seen["mean"].tolist() == [1.5]
     assert seen["sum"].tolist() == [3.0]
     assert all(tensor.device == DEVICE for tensor in seen.values())
+
+
+@ranks(2, init=False)
+def test_a_mean_weighted_on_the_device() -> None:
+    check_global_mean(**GLOO)
+
+
+@ranks(2, init=False)
+def test_tensors_of_the_cpu_travel() -> None:
+    check_cpu_tensors(**GLOO)
