@@ -300,7 +300,7 @@ class SamplerEpoch(pl.Callback):
         if loaded is None or "epoch" not in loaded:
             return
         if loaded["epoch"] != epoch:
-            if loaded["is_complete"]:  # Lightning knows of the next epoch, but not always that it begins at its beginning
+            if loaded["is_complete"]:  # Lightning goes to the next epoch, but not always to its first batch
                 _compat.set_train_batches_done(trainer, 0, in_total=False)
             return
         leaves, mode = _compat.loaders_of(trainer.fit_loop)
