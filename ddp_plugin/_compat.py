@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import (
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_plugin.evaluation import merge_states
+from ddp_plugin.forwarding import note_original, original_of
 
 # ------------------------------------------------------------------------------------------------- torch.distributed
 
@@ -194,6 +195,11 @@ def train_epoch(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_progress.current.processed)
 
 
+def train_fetcher(trainer: Any) -> Any:
+    """Returns what fetches training batches now; each time Lightning has made the loaders, it is another one."""
+    return trainer.fit_loop._data_fetcher
+
+
 def train_batches_done(trainer: Any) -> int:
     """Returns the batches that this rank has trained on in the epoch of the latest train iterator."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
@@ -231,9 +237,15 @@ def reenter_train_epoch(trainer: Any) -> None:
     fit_loop.update_restart_stage()
 
 
+def train_loaders_are_cycled(trainer: Any) -> bool:
+    """Whether training loaders that end before the longest one begin again."""
+    return bool(trainer.fit_loop._combined_loader._mode == "max_size_cycle")
+
+
 def is_last_train_batch(trainer: Any) -> bool:
-    """Whether the latest training batch was its epoch's last; also where only the loader's end tells."""
-    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+    """Whether the latest training batch was its epoch's last, and is done; also where only the loader's end tells."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return bool(progress.is_last_batch) and progress.current.ready == progress.current.processed
 
 
 def inner_sampler(sampler: object) -> object | None:
@@ -261,9 +273,11 @@ def append_dataloader_transform(trainer: Any, transform: Callable[[Any, Any], An
         process = strategy.process_dataloader
 
         def process_then_transform(dataloader: object) -> object:
-            dataloader = process(dataloader)
+            original = original_of(dataloader)
+            dataloader = process(original)
             for change in process_then_transform.transforms:  # type: ignore[attr-defined]
                 dataloader = change(dataloader, trainer.state.stage)
+            note_original(dataloader, original)
             return dataloader
 
         transforms = process_then_transform.transforms = []  # type: ignore[attr-defined]
@@ -422,15 +436,22 @@ class LoggedValues:
             for key, item in self._results.items()
         }
 
-    def restore(self, snapshot: dict[str, dict[str, Any]]) -> None:
-        """Puts every plain value back; a key that is new since then holds nothing."""
+    def restore(self, snapshot: dict[str, dict[str, Any]], *, keep_new: bool = False) -> None:
+        """Puts every plain value back; a key that is new since then holds nothing.
+
+        Args:
+            snapshot: what :meth:`snapshot` returned.
+            keep_new: whether a new key stays known, with nothing in it, where all ranks have to know the same keys.
+        """
         for key, item in self._results.items():
             if not item.is_tensor:
                 continue  # a torchmetrics object: it keeps its own state, and has to be known where others compute it
             if key in snapshot:
                 item.__dict__.update(snapshot[key])
+                item.has_reset = item.has_reset and not keep_new
             else:
                 item.reset()  # not "due" then: the other ranks' gathered values make it known again
+                item.has_reset = not keep_new
 
     def _due(self) -> list[tuple[str, Any]]:
         return [

@@ -6,7 +6,7 @@ to change. A person who reads only the last line of a traceback should know what
 
 import torch.distributed as dist
 
-__all__ = ["DDPPluginError", "EvaluationMismatchError", "explain"]
+__all__ = ["DDPPluginError", "EvaluationMismatchError", "counted", "explain"]
 
 
 class DDPPluginError(RuntimeError):
@@ -36,3 +36,9 @@ def explain(expected: str, got: str, change: str) -> str:
         where = f", on rank {dist.get_rank()} of {dist.get_world_size()}"
     end = "" if change.endswith("?") else "."
     return f"Expected {expected}. Got {got}{where}. {change.rstrip('.')}{end}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun: ``"1 batch"``, ``"3 batches"``, ``"2 samples"``."""
+    plural = noun + ("es" if noun.endswith(("s", "ch", "sh", "x")) else "s")
+    return f"{number} {noun if number == 1 else plural}"

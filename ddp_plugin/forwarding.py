@@ -1,8 +1,9 @@
 """Objects that stand for another one and change a single thing about it."""
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
-__all__ = ["Forwarder", "ForwardsReads"]
+__all__ = ["Forwarder", "ForwardsReads", "note_original", "original_of"]
 
 
 class ForwardsReads:
@@ -47,3 +48,23 @@ def _revive(cls: type[Forwarder], attributes: dict[str, Any]) -> Forwarder:
     forwarder = cls.__new__(cls)
     vars(forwarder).update(attributes)
     return forwarder
+
+
+_originals: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def note_original(item: object, original: object) -> None:
+    """Remembers, for as long as ``item`` lives, from which object it was made."""
+    if item is not original:
+        try:
+            _originals[item] = original
+        except TypeError:  # it has no hash, or no weak references
+            return
+
+
+def original_of(item: object) -> object:
+    """Returns the object that an item was made from, or the item itself."""
+    try:
+        return _originals.get(item, item)
+    except TypeError:
+        return item

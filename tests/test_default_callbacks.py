@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
-from ddp_plugin import ConvertSyncBatchNorm, ScaleLearningRate, default_callbacks
+from ddp_plugin import ConvertSyncBatchNorm, GlobalMeanLoss, SamplerEpoch, ScaleLearningRate, default_callbacks
 from tests.harness import ranks, trainer
 
 
@@ -96,6 +96,15 @@ def test_validation_equals_plain_torch_and_a_resume_equals_no_interruption(
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, weights(model))
     assert all(torch.equal(part, parts[0]) for part in parts)
+
+
+def test_yours_take_the_place_of_the_defaults() -> None:
+    exact, others = SamplerEpoch("exact"), GlobalMeanLoss()
+    callbacks = default_callbacks(others, exact)
+    assert callbacks[0] is exact
+    assert callbacks[-1] is others
+    names = [type(callback).__name__ for callback in default_callbacks()]
+    assert [type(callback).__name__ for callback in callbacks] == [*names, "GlobalMeanLoss"]
 
 
 @ranks(2, init=False)

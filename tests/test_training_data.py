@@ -22,6 +22,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+from torchmetrics import SumMetric
 
 from ddp_plugin import GlobalMeanLoss, PerRankSeed, SamplerEpoch
 from ddp_plugin.data.orders import draw_order
@@ -497,6 +498,92 @@ def test_an_exact_last_batch_trains_as_one_process_does(world_size: int) -> None
     assert weights(SamplerEpoch("exact"), GlobalMeanLoss()) == pytest.approx(expected, rel=1e-14)
     if world_size > 1:
         assert weights(SamplerEpoch("pad"), GlobalMeanLoss()) != pytest.approx(expected, rel=1e-9)
+
+
+class Measures(pl.LightningModule):
+    """Logs and measures its data; trains nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.total = SumMetric()
+        self.ghosts: list[bool] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.total.update(batch.sum())
+        options = {"on_step": False, "on_epoch": True, "sync_dist": True}
+        self.log("mean", batch.double().mean(), batch_size=len(batch), **options)
+        self.log("samples", float(len(batch)), reduce_fx="sum", **options)
+        self.log("total", self.total, on_step=False, on_epoch=True)
+        self.ghosts.append(any(getattr(c, "is_ghost_step", False) for c in self.trainer.callbacks))
+        return self.weight * 0
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([self.weight], lr=0.0)
+
+
+@ranks(1, 2, 3, 4, init=False)
+def test_what_a_rank_without_a_sample_logs_does_not_count(world_size: int) -> None:
+    for length in (4 * world_size + 1, 1):  # in the last step, or the only one, one rank has a sample
+        _check_what_counts(length)
+
+
+def _check_what_counts(length: int) -> None:
+    module = Measures()
+    fit = trainer(max_epochs=2, callbacks=[SamplerEpoch("exact"), GlobalMeanLoss()])
+    fit.fit(module, DataLoader(torch.arange(length), batch_size=2))  # type: ignore[arg-type]
+    assert float(fit.callback_metrics["mean"]) == pytest.approx((length - 1) / 2, rel=1e-12)
+    assert float(fit.callback_metrics["samples"]) == length
+    assert float(fit.callback_metrics["total"]) == sum(range(length))
+    is_ghost = int(os.environ["RANK"]) > 0
+    assert module.ghosts == ([False, False, is_ghost] if length > 1 else [is_ghost]) * 2
+
+
+@ranks(2, init=False)
+def test_an_exact_last_batch_is_for_one_loader() -> None:
+    data = DataLoader(torch.arange(8), batch_size=2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="one training loader beside last_batch='exact'"):
+        trainer(callbacks=[SamplerEpoch("exact"), GlobalMeanLoss()]).fit(Keeps(), CombinedLoader([data, data]))
+
+
+@ranks(2, init=False)
+def test_a_combined_loader_serves_one_run_after_another() -> None:
+    loader = CombinedLoader([DataLoader(range(LENGTH), batch_size=2, shuffle=True)])  # type: ignore[arg-type]
+    first, second = steps_of(loader, [SamplerEpoch("drop")]), steps_of(loader)
+    assert len({str(epoch) for epoch in second.values()}) == EPOCHS
+    assert [len(steps[0]) for steps in (first, second)] == [2, 3]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@ranks(2, init=False)
+def test_a_rate_finder_changes_no_order(num_workers: int) -> None:
+    class Rated(Keeps):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lr = 0.1
+
+    class Finds(pl.callbacks.LearningRateFinder):
+        def lr_find(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            super().lr_find(trainer, pl_module)
+            pl_module.batches.clear()
+
+    orders = []
+    for callbacks in ([], [Finds(num_training_steps=2, update_attr=False)]):
+        pl.seed_everything(5, verbose=False)
+        module = Rated()
+        loader = DataLoader(range(LENGTH), batch_size=2, shuffle=True, num_workers=num_workers)  # type: ignore[arg-type]
+        callbacks = [SamplerEpoch(), PerRankSeed(), *callbacks]
+        trainer(max_epochs=2, callbacks=callbacks, enable_checkpointing=True).fit(module, loader)
+        orders.append(module.batches)
+    assert orders[0] == orders[1]
+
+
+def test_a_second_callback_of_a_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"one GlobalMeanLoss. Got 2 of them.*default_callbacks"):
+        trainer(callbacks=[GlobalMeanLoss(), GlobalMeanLoss()], strategy="auto", devices=1).fit(
+            Keeps(),
+            DataLoader(range(4)),  # type: ignore[arg-type]
+        )
 
 
 @ranks(2, init=False)

@@ -56,7 +56,7 @@ def train(logical: bool, num_workers: int, exact: bool, folder: str = "", resume
     pl.seed_everything(5, verbose=False)
     callbacks = default_callbacks()
     if exact:
-        callbacks = [SamplerEpoch("exact"), *callbacks[1:], GlobalMeanLoss()]
+        callbacks = default_callbacks(SamplerEpoch("exact"), GlobalMeanLoss())
     if folder and not resume:
         callbacks.append(Saves(folder))
     module = Net()

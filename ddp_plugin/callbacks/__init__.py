@@ -30,10 +30,18 @@ __all__ = [
 ]
 
 
-def default_callbacks() -> list[pl.Callback]:
+def default_callbacks(*yours: pl.Callback) -> list[pl.Callback]:
     """Returns the callbacks that every run should have; none of them changes a number that was right before.
 
     They are :class:`SamplerEpoch`, :class:`PerRankSeed`, :class:`ExactEvaluation`, :class:`DecisionSync` and
     :class:`ReplicaConsistency`, each with its defaults.
+
+    Args:
+        *yours: callbacks that take the place of the default of their class, such as ``SamplerEpoch("exact")``; others
+            are added at the end.
     """
-    return [SamplerEpoch(), PerRankSeed(), ExactEvaluation(), DecisionSync(), ReplicaConsistency()]
+    defaults = (SamplerEpoch, PerRankSeed, ExactEvaluation, DecisionSync, ReplicaConsistency)
+    callbacks: list[pl.Callback] = []
+    for cls in defaults:
+        callbacks += [callback for callback in yours if isinstance(callback, cls)] or [cls()]
+    return callbacks + [callback for callback in yours if not isinstance(callback, defaults)]

@@ -42,6 +42,7 @@ def control_group_of(callback: pl.Callback, trainer: pl.Trainer) -> dist.Process
 
     Raises:
         TypeError: the Trainer comes from ``pytorch_lightning``, or several processes run under another strategy.
+        ValueError: the Trainer has two callbacks of this kind.
 
     Collectives:
         None.
@@ -49,6 +50,14 @@ def control_group_of(callback: pl.Callback, trainer: pl.Trainer) -> dist.Process
     if not isinstance(trainer, pl.Trainer):
         raise TypeError(
             explain("a Trainer of lightning.pytorch", f"one of {type(trainer).__module__}", "Import lightning.pytorch")
+        )
+    alike = [other for other in trainer.callbacks if type(other) is type(callback)]  # type: ignore[attr-defined]
+    if len(alike) > 1:
+        name = type(callback).__name__
+        raise ValueError(
+            explain(
+                f"one {name}", f"{len(alike)} of them", f"Pass yours to default_callbacks({name}(...)), or leave it out"
+            )
         )
     if trainer.world_size == 1:
         return None

@@ -119,6 +119,10 @@ class GlobalMeanLoss(Callback):
             raise ValueError(explain("gradients that are means over all ranks", got, "Leave one of the two out"))
         self._group, self._trainer = group, trainer
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Does so for a run that is resumed inside an epoch, whose start Lightning does not announce."""
+        self.on_train_epoch_start(trainer, pl_module)
+
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Finds the loaders that may say that a batch must not count."""
         found = [item for leaf in _compat.loaders_of(trainer.fit_loop)[0] for item in walk(leaf)]

@@ -80,7 +80,7 @@ class PerRankSeed(pl.Callback):
         self._is_drawn = False
         self._announced: tuple[int, str] | None = None
         self._train_seed: int | None = None
-        self._num_loaders: dict[str, tuple[int, int]] = {}  # stage: (epoch in which they were loaded, how many)
+        self._num_loaders: dict[str, tuple[Any, int]] = {}  # stage: (when they were loaded, how many)
         self._train_loaders: list[LoaderStreams] = []
 
     # -------------------------------------------------------------------------------------------------------- the seed
@@ -253,10 +253,15 @@ class PerRankSeed(pl.Callback):
         # The sanity check and validation share a loader, whichever comes first.
         name = "validate" if stage is RunningStage.SANITY_CHECKING else stage.value
         epoch = self._epoch()
-        loaded_epoch, position = self._num_loaders.get(name, (epoch, 0))
-        if loaded_epoch != epoch:  # reload_dataloaders_every_n_epochs
+        making: Any = epoch
+        if stage is RunningStage.TRAINING and self._trainer is not None:
+            making = (epoch, _compat.train_fetcher(self._trainer))
+        loaded_epoch, position = self._num_loaders.get(name, (making, 0))
+        if (
+            loaded_epoch != making
+        ):  # reload_dataloaders_every_n_epochs, or a run before the run, such as a rate finder's
             position = 0
-        self._num_loaders[name] = (epoch, position + 1)
+        self._num_loaders[name] = (making, position + 1)
         streams = LoaderStreams(self._run, f"{name}/{position}", repeats=stage is RunningStage.TRAINING)
         if stage is RunningStage.TRAINING:
             self._train_loaders = [*self._train_loaders[:position], streams]

@@ -1,15 +1,18 @@
 """Training data in the user's own order, each sample where one process would see it, also after a resume."""
 
 import dataclasses
+import functools
 import math
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import RunningStage
 
 from ddp_plugin import _compat
@@ -20,8 +23,9 @@ from ddp_plugin.data.lockstep import StopTogetherLoader
 from ddp_plugin.data.sharded_sampler import Position, ShardedBatchSampler
 from ddp_plugin.data.sharding import LAST_BATCHES
 from ddp_plugin.data.training_loader import shard_training_loader, sharded_part
-from ddp_plugin.errors import explain
+from ddp_plugin.errors import counted, explain
 from ddp_plugin.gather import broadcast_object
+from ddp_plugin.ghost import metrics_of
 from ddp_plugin.streams import stream_seed
 
 __all__ = ["SamplerEpoch"]
@@ -56,8 +60,12 @@ class SamplerEpoch(pl.Callback):
     Args:
         last_batch: what becomes of a last global batch that is not full: ``"pad"`` repeats samples until all ranks hold
             equally many, as torch's ``DistributedSampler`` does; ``"drop"`` leaves it out; ``"exact"`` trains on each
-            sample once, with batches that differ by one sample between ranks (a rank without any repeats a sample with
-            weight zero), and needs :class:`~ddp_plugin.GlobalMeanLoss` to weigh them.
+            sample once, with batches that differ by one sample between ranks, and needs
+            :class:`~ddp_plugin.GlobalMeanLoss` to weigh them. A rank without any sample takes a *ghost step* then: it
+            repeats a batch with weight zero, and what it logs for the epoch, and torchmetrics, are taken back.
+
+    Attributes:
+        is_ghost_step: whether the step that runs now is a ghost; ask it where a step has effects of another kind.
 
     Raises:
         TypeError: at setup, several processes under another strategy than ``CustomDDPStrategy``.
@@ -85,10 +93,13 @@ class SamplerEpoch(pl.Callback):
         self._told_epoch: int | None = None  # what all leaves heard last; they are loaded, and told, together
         self._seed: int | None = None
         self._loaded: dict[str, Any] | None = None
-        self._prepared: tuple[int, int] = (0, 0)  # epoch in which the loaders were made, how many
+        self._prepared: tuple[Any, int] = (None, 0)  # when the loaders were made, how many
         self._skipped: set[int] = set()  # loaders, kept in step, whose iterator has been brought to the position
         self._resumed_at: tuple[int, int] = (-1, 0)  # epoch, batches that were done
         self._epoch_of_batch: int | None = None  # of the latest batch
+        self._is_announced = True  # to a GradientAccumulationScheduler
+        self._after_ghost: list[Callable[[], None]] = []
+        self.is_ghost_step = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Asks to see the loaders, as the user made them."""
@@ -98,7 +109,7 @@ class SamplerEpoch(pl.Callback):
         self._trainer = trainer
         self._group = transform_loaders(self, trainer, self._prepare)
         self._shards = shards_of(trainer)
-        if self.last_batch == "exact" and self._shards.num_shards > 1:
+        if self._has_ghosts:
             self._require_weights(trainer)
         if _compat.uses_distributed_sampler(trainer):
             _compat.keep_user_loaders(trainer, [RunningStage.TRAINING])
@@ -115,7 +126,8 @@ class SamplerEpoch(pl.Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Lets go of the Trainer."""
-        self._trainer = None
+        self._unquiet()
+        self._trainer, self._after_ghost = None, []
 
     # ------------------------------------------------------------------------------------------------- the loaders
 
@@ -125,14 +137,21 @@ class SamplerEpoch(pl.Callback):
             return loader
         self._reenter(trainer)
         epoch = _compat.train_epoch(trainer)
-        made_in, index = self._prepared if self._prepared[0] == epoch else (epoch, 0)
-        self._prepared = (made_in, index + 1)
+        making = (epoch, _compat.train_fetcher(trainer))
+        index = self._prepared[1] if self._prepared[0] == making else 0
+        self._prepared = (making, index + 1)
+        if index > 0 and self._has_ghosts:
+            raise ValueError(
+                explain(
+                    "one training loader beside last_batch='exact', because a batch of several has no one weight",
+                    f"{index + 1} or more",
+                    "Choose last_batch='pad' or 'drop'",
+                )
+            )
         self._order_seed()
         loader = share_epoch(loader)
+        loader = self._share(loader, index, trainer)
         part = sharded_part(loader)
-        if part is None and not isinstance(loader, StopTogetherLoader):
-            loader = self._share(loader, index, trainer)
-            part = sharded_part(loader)
         if part is not None:
             part.resume(self._position(index))
         self._told_epoch = epoch
@@ -153,7 +172,7 @@ class SamplerEpoch(pl.Callback):
             only_torchs=trainer.world_size > 1 and not _compat.uses_distributed_sampler(trainer),
         )
         if shared is not None:
-            self._describe(sharded_part(shared), index)
+            self._describe(sharded_part(shared), index, trainer)
             return shared
         if self._shards.num_per_rank > 1 or logical_shards(trainer) is not None:
             raise ValueError(
@@ -167,11 +186,17 @@ class SamplerEpoch(pl.Callback):
         def report(num_delivered: int, has_more: list[bool]) -> None:
             ended, left = ([rank for rank, more in enumerate(has_more) if more is wanted] for wanted in (False, True))
             self._say(
-                f"SamplerEpoch: training loader {index} ended after {num_delivered} batches on every rank, because "
-                f"ranks {ended} had no more; what ranks {left} had left was dropped. Give the ranks equal parts."
+                f"SamplerEpoch: training loader {index} ended after {counted(num_delivered, 'batch')} on every rank, "
+                f"because ranks {ended} had no more; what ranks {left} had was dropped. Give the ranks equal parts."
             )
 
-        kept = StopTogetherLoader(loader, self._group, lambda: self._num_skipped(loader, index), report)
+        kept = StopTogetherLoader(
+            loader,
+            self._group,
+            lambda: self._num_skipped(loader, index),
+            report,
+            cycles=lambda: _compat.train_loaders_are_cycled(trainer),
+        )
         if len(set(kept.lengths)) > 1 and None not in kept.lengths:
             self._say(
                 f"SamplerEpoch: training loader {index} has {list(kept.lengths)} batches, by rank; every rank trains "
@@ -179,16 +204,24 @@ class SamplerEpoch(pl.Callback):
             )
         return kept
 
-    def _describe(self, part: ShardedBatchSampler | None, index: int) -> None:
+    def _describe(self, part: ShardedBatchSampler | None, index: int, trainer: pl.Trainer) -> None:
         plan = part.plan if part is not None else None
         if part is None or plan is None or self._shards.num_shards == 1:
             return
-        what = "samples" if part.deals_samples else "batches"
-        rest = f"; the last step repeats {plan.num_repeated} {what} to be even" if plan.num_repeated else ""
-        rest = f"; the last {plan.num_dropped} {what} are dropped" if plan.num_dropped else rest
+        what = "sample" if part.deals_samples else "batch"
+        rest = f"; the last step repeats {counted(plan.num_repeated, what)} to be even" if plan.num_repeated else ""
+        rest = f"; the last {counted(plan.num_dropped, what)} dropped" if plan.num_dropped else rest
+        if plan.num_ghosts:
+            rest = (
+                f"; in the last step, {counted(plan.num_ghosts, 'rank')} without one of its own take part with weight 0"
+            )
+        limit = trainer.limit_train_batches
+        limit = int(len(part) * limit) if isinstance(limit, float) else limit
+        if limit < len(part):
+            rest = f"; limit_train_batches ends each epoch after {limit} of the batches of each rank"
         line = (
-            f"SamplerEpoch: training loader {index}: {plan.num_items} {what} in {plan.num_steps} steps of "
-            f"{plan.num_shards} x {plan.batch_size}{rest}."
+            f"SamplerEpoch: training loader {index}: {counted(plan.num_items, what)} in "
+            f"{counted(plan.num_steps, 'step')} of {plan.num_shards} x {plan.batch_size}{rest}."
         )
         if line not in self._said:
             self._said.add(line)
@@ -256,20 +289,31 @@ class SamplerEpoch(pl.Callback):
             return {} if self._seed is None else {"seed": self._seed}
         # Until an epoch has its first batch, Lightning's count is that of the epoch before.
         done = _compat.train_batches_done(trainer) if self._epoch_of_batch == self._told_epoch else 0
-        is_complete = done > 0 and (done >= trainer.num_training_batches or _compat.is_last_train_batch(trainer))
+        is_complete = done >= trainer.num_training_batches or _compat.is_last_train_batch(trainer)
+        is_complete = is_complete and done > 0
         if not is_complete and trainer.lightning_module.automatic_optimization:
             done -= done % trainer.accumulate_grad_batches  # the window's gradients so far are not saved
         before = self._resumed_at[1] if self._resumed_at[0] == self._told_epoch else 0
         parts = [sharded_part(leaf) for leaf in _compat.loaders_of(trainer.fit_loop)[0]]
-        positions = [part.position(max(done - before, 0)) if part is not None else None for part in parts]
+        cycles = _compat.train_loaders_are_cycled(trainer)
+        positions = [part.position(max(done - before, 0), cycles=cycles) if part else None for part in parts]
         return {
             "seed": self._seed,
             "epoch": self._told_epoch,
             "num_batches": done,
             "is_complete": is_complete,
             "world_size": trainer.world_size,
+            "items_per_step": [self._items_per_step(part, trainer) for part in parts],
             "positions": [dataclasses.asdict(position) if position else None for position in positions],
         }
+
+    def _items_per_step(self, part: ShardedBatchSampler | None, trainer: pl.Trainer) -> int | None:
+        if part is None:
+            return None
+        accumulate = trainer.accumulate_grad_batches
+        for scheduler in _accumulation_schedulers(trainer):
+            accumulate = scheduler.get_accumulate_grad_batches(trainer.current_epoch)
+        return part.items_per_batch * trainer.world_size * accumulate
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the interrupted run's seed and position."""
@@ -299,9 +343,19 @@ class SamplerEpoch(pl.Callback):
         loaded, epoch = self._loaded, _compat.train_epoch(trainer)
         if loaded is None or "epoch" not in loaded:
             return
+        self._is_announced = False
+        parts = [sharded_part(leaf) for leaf in _compat.loaders_of(trainer.fit_loop)[0]]
+        before, now = loaded["items_per_step"], [self._items_per_step(part, trainer) for part in parts]
+        if before != now:
+            self._say(
+                f"SamplerEpoch: an optimizer step of the interrupted run held {before} samples (or batches) of each "
+                f"training loader, one of this run holds {now}: learning rates and schedules meant the former. Keep "
+                "ranks x batch size x accumulate_grad_batches to continue as it was."
+            )
         if loaded["epoch"] != epoch:
-            if loaded["is_complete"]:  # Lightning goes to the next epoch, but not always to its first batch
+            if loaded["is_complete"]:  # Lightning goes to the next epoch, but not always to its start
                 _compat.set_train_batches_done(trainer, 0, in_total=False)
+                trainer.fit_loop.reset_restart_stage()
             return
         leaves, mode = _compat.loaders_of(trainer.fit_loop)
         if loaded["is_complete"]:
@@ -311,6 +365,7 @@ class SamplerEpoch(pl.Callback):
         else:
             done = _batches_done([sharded_part(leaf) for leaf in leaves], epoch, mode, loaded["num_batches"])
         self._resumed_at = (epoch, done)
+        rank_zero_info(f"SamplerEpoch: goes on in epoch {epoch} after {done} of its batches on each rank.")
         _compat.set_train_batches_done(trainer, done)
         # Lightning warns that the loader is not resumable; it asks for methods that no DataLoader has.
         self._quiet = warnings.catch_warnings()
@@ -320,9 +375,36 @@ class SamplerEpoch(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Lets Lightning warn again."""
+        """Remembers what is logged if no sample of this step is this rank's, and lets Lightning warn again."""
         self._epoch_of_batch = self._told_epoch
         self._unquiet()
+        for scheduler in () if self._is_announced else _accumulation_schedulers(trainer):
+            scheduler.on_train_epoch_start(trainer)  # Lightning does not announce an epoch that is resumed
+        self._is_announced = True
+        parts = [sharded_part(leaf) for leaf in _compat.loaders_of(trainer.fit_loop)[0]] if self._has_ghosts else []
+        index = trainer.fit_loop.epoch_loop.batch_idx
+        if any(part is not None and part.is_ghost_train_batch(index) for part in parts):
+            logged = _compat.LoggedValues(trainer.fit_loop)
+            values = logged.snapshot()
+            metrics = {*metrics_of(pl_module), *logged.metric_objects().values()}
+            self.is_ghost_step = True
+            self._after_ghost = [
+                functools.partial(logged.restore, values, keep_new=True),
+                *(functools.partial(_compat.restore_metric, m, _compat.metric_snapshot(m)) for m in metrics),
+            ]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Takes back what a ghost step logged."""
+        self._end_ghost_step()
+
+    def _end_ghost_step(self) -> None:
+        restores, self._after_ghost, self.is_ghost_step = self._after_ghost, [], False
+        for restore in restores:
+            restore()
+
+    @property
+    def _has_ghosts(self) -> bool:
+        return self.last_batch == "exact" and self._shards.num_shards > 1
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Lets Lightning warn again."""
@@ -354,6 +436,11 @@ class SamplerEpoch(pl.Callback):
                 )
             )
         return int(loaded["num_batches"])
+
+
+def _accumulation_schedulers(trainer: pl.Trainer) -> list[GradientAccumulationScheduler]:
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, GradientAccumulationScheduler)]
 
 
 def _global_seed() -> int | None:

@@ -109,6 +109,7 @@ class StopTogetherLoader(ForwardsReads):
         num_skipped: gives the batches that an iterator made now fetches and drops, because they were trained on before.
         report: called at the end of an iteration that left batches behind, with the number of batches delivered and,
             by rank, whether it had more.
+        cycles: whether the loader is begun again when it ends, so that batches to drop may reach beyond its end.
 
     Attributes:
         lengths: what each rank's loader says its length is, ``None`` where it does not.
@@ -126,8 +127,10 @@ class StopTogetherLoader(ForwardsReads):
         group: dist.ProcessGroup | None,
         num_skipped: Callable[[], int],
         report: Callable[[int, list[bool]], None],
+        cycles: Callable[[], bool] = lambda: False,
     ) -> None:
         self.forwards_to = loader
+        self._cycles = cycles
         self._group = group
         self._num_skipped = num_skipped
         self._report = report
@@ -145,7 +148,9 @@ class StopTogetherLoader(ForwardsReads):
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.forwards_to)
         for _ in range(self._num_skipped()):
-            next(batches, _END)
+            if next(batches, _END) is _END and self._cycles():
+                batches = iter(self.forwards_to)
+                next(batches, _END)
         batch = next(batches, _END)
         if not self._has_looked:
             self._has_looked = True

@@ -94,7 +94,7 @@ class ShardedBatchSampler(ForwardsReads):
         self._resumes_at: Position | None = None
         self._current: Position | None = None  # of the latest pass, at its start in this run
         self._num_passes = 0  # complete ones in this run and epoch
-        self._early: tuple[Position, Sequence[Any]] | None = None
+        self._drawn: tuple[Position, Sequence[Any]] | None = None
         self.first_batch = 0
 
     # ------------------------------------------------------------------------------------------------------- lengths
@@ -103,6 +103,11 @@ class ShardedBatchSampler(ForwardsReads):
     def num_items(self) -> int | None:
         """Items in an epoch, ``None`` if the sampler does not say."""
         return length_of(self._source)
+
+    @property
+    def items_per_batch(self) -> int:
+        """Items of a full batch: samples, or 1 where whole batches are dealt out."""
+        return int(self._batch_size)
 
     @property
     def plan(self) -> ShardedEpoch | None:
@@ -127,7 +132,7 @@ class ShardedBatchSampler(ForwardsReads):
         """
         self._resumes_at = position
         self._num_passes = 0
-        self._early = None
+        self._drawn = None
         if position is not None:
             restore_generators(self._source, position.next_generators)
 
@@ -149,11 +154,12 @@ class ShardedBatchSampler(ForwardsReads):
         plan = self._plan(self.num_items, min(start.num_items, self.num_items) if start else 0)
         return plan.num_steps * self.shards.num_per_rank
 
-    def position(self, num_batches: int) -> Position | None:
+    def position(self, num_batches: int, *, cycles: bool = True) -> Position | None:
         """Returns the position after this rank has trained on some batches since the epoch, or the resume, began.
 
         Args:
             num_batches: batches, over all passes.
+            cycles: whether the loader is begun again when it ends, while others go on.
 
         Returns:
             The position; ``None`` if no pass has begun.
@@ -169,7 +175,7 @@ class ShardedBatchSampler(ForwardsReads):
         else:
             plan = self._plan(self.num_items, min(first_item, self.num_items))
             num_passes = first_pass
-            while steps > plan.num_steps and self._plan(self.num_items).num_steps:
+            while cycles and steps > plan.num_steps and self._plan(self.num_items).num_steps:
                 steps -= plan.num_steps
                 num_passes, plan = num_passes + 1, self._plan(self.num_items)
             items = plan.after(steps).first_item
@@ -196,7 +202,7 @@ class ShardedBatchSampler(ForwardsReads):
             Those of the pass.
         """
         if self.num_items is not None:
-            self._early = self._begin(self._epoch())
+            self._drawn = self._begin(self._epoch())
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self._epoch()
@@ -204,11 +210,15 @@ class ShardedBatchSampler(ForwardsReads):
             self._num_passes = 0
         if self.num_items is None:
             return self._lazily(epoch)
-        early, self._early = self._early, None
-        if early is not None and (early[0].epoch, early[0].num_passes) == (epoch, self._pass_number(epoch)):
-            self._current, order = early
-        else:
-            self._current, order = self._begin(epoch)
+        # Asked again before a pass is over, as Lightning does now and then, it gives the same order again.
+        is_drawn = self._drawn is not None and (self._drawn[0].epoch, self._drawn[0].num_passes) == (
+            epoch,
+            self._pass_number(epoch),
+        )
+        if not is_drawn:
+            self._drawn = self._begin(epoch)
+        assert self._drawn is not None
+        self._current, order = self._drawn
         plan = self._plan(len(order), min(self._current.num_items, len(order)))
         self.first_batch = (self._plan(len(order)).num_steps - plan.num_steps) * self.shards.num_per_rank
         return self._share(order, plan)

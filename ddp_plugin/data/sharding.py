@@ -86,6 +86,12 @@ class ShardedEpoch:
         """Items that no step holds."""
         return (self.num_items - self.first_item) % self.items_per_step if self.last_batch == "drop" else 0
 
+    @property
+    def num_ghosts(self) -> int:
+        """Shards that hold no item of the last step."""
+        rest = (self.num_items - self.first_item) % self.items_per_step
+        return max(self.num_shards - rest, 0) if rest and self.last_batch == "exact" else 0
+
     def positions(self, step: int, shard: int) -> list[int]:
         """Returns the positions, in the epoch's order, of a shard's items in a step; ``"exact"`` may give none.
 

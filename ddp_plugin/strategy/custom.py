@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ddp_plugin import process_group
 from ddp_plugin.config import START_METHODS, NcclOptions, StrategyConfig
 from ddp_plugin.errors import explain
+from ddp_plugin.forwarding import note_original, original_of
 from ddp_plugin.hooks import CommHook, resolve_hook
 from ddp_plugin.logical_shards import check_num_shards, refuse_other_reductions
 from ddp_plugin.strategy.logical import LogicalShards
@@ -210,13 +211,19 @@ class CustomDDPStrategy(LogicalShards):
             self._dataloader_transforms.append(transform)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Runs the transforms over a loader; Lightning calls this for every loader of every stage."""
-        dataloader = super().process_dataloader(dataloader)
+        """Runs the transforms over a loader; Lightning calls this for every loader of every stage.
+
+        It begins with the user's own loader: Lightning puts what this returns into the user's ``CombinedLoader``, and
+        the next run gets it from there.
+        """
+        original = original_of(dataloader)
+        dataloader = super().process_dataloader(original)
         module = self.lightning_module
         stage = module.trainer.state.stage if module is not None else None
         if stage is not None:
             for transform in self._dataloader_transforms:
                 dataloader = transform(dataloader, stage)
+        note_original(dataloader, original)
         return dataloader
 
     @classmethod

@@ -187,12 +187,13 @@ class FollowingWrap(MatchedReductions):
         super().teardown()
 
     def _parameter_errors(self) -> AbstractContextManager[None]:
-        model = self.model
+        model, module = self.model, self.lightning_module
         return named_parameter_errors(
             self._trainable.names if self._trainable is not None else (),
             static_graph=bool(getattr(model, "static_graph", False)),
             find_unused_parameters=bool(getattr(model, "find_unused_parameters", False)),
             unused_at_first=self._unused_at_first,
+            several_backwards=module is not None and not module.automatic_optimization,
         )
 
     # ------------------------------------------------------------------------------------------------------- re-wrap

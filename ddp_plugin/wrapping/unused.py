@@ -23,6 +23,7 @@ def named_parameter_errors(
     static_graph: bool = False,
     find_unused_parameters: bool = False,
     unused_at_first: Sequence[str] = (),
+    several_backwards: bool = False,
 ) -> Iterator[None]:
     """Turns DDP's errors about parameters without a gradient, or with two, into ones that name them.
 
@@ -31,6 +32,7 @@ def named_parameter_errors(
         static_graph: a setting in force.
         find_unused_parameters: a setting in force.
         unused_at_first: those that a static graph left without a gradient in its first step.
+        several_backwards: whether a step may make several, as manual optimization does.
 
     Raises:
         DDPPluginError: in place of DDP's error, with that one as its cause. Any other error passes.
@@ -47,6 +49,7 @@ def named_parameter_errors(
             static_graph=static_graph,
             find_unused_parameters=find_unused_parameters,
             unused_at_first=unused_at_first,
+            several_backwards=several_backwards,
         )
         if text is None or isinstance(error, DDPPluginError):
             raise
@@ -60,6 +63,7 @@ def reworded(
     static_graph: bool = False,
     find_unused_parameters: bool = False,
     unused_at_first: Sequence[str] = (),
+    several_backwards: bool = False,
 ) -> str | None:
     """Rewords one of DDP's messages, or returns ``None`` where it is about something else.
 
@@ -69,6 +73,7 @@ def reworded(
         static_graph: as there.
         find_unused_parameters: as there.
         unused_at_first: as there.
+        several_backwards: as there.
     """
     if _GRAPH_CHANGED in message:
         return explain(
@@ -100,6 +105,11 @@ def reworded(
         cure = (
             "find_unused_parameters=True looks at all that training_step returns: detach what it returns beside the "
             "loss and does not enter it"
+        )
+    elif several_backwards:
+        cure = (
+            "Where a step makes several backwards, each with parameters of its own (a GAN, several optimizers), set "
+            "find_unused_parameters=True; parameters that are never used, freeze with requires_grad_(False)"
         )
     else:
         cure = (
