@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from ddp_plugin.gather import gather_objects
+
 __all__ = ["Agreement"]
 
 
@@ -22,8 +24,8 @@ class Agreement:
         names: the wishes there are; the same on all ranks.
 
     Collectives:
-        One all-reduce of two integers per name on every rank of the group for each :meth:`post`, not waited for, and
-        for each :meth:`settle`. All ranks must call them in the same order.
+        One all-reduce of two integers per name on every rank of the group for each :meth:`post`, not waited for, and an
+        object gather for each :meth:`settle`. All ranks must call them in the same order.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, names: Sequence[str] = ("stop",)) -> None:
@@ -100,13 +102,10 @@ class Agreement:
         """Exchanges all wishes at once.
 
         Collectives:
-            One all-reduce.
+            One object gather.
         """
         self._receive()
-        message = self._message()
-        if self._group is not None:
-            dist.all_reduce(message, dist.ReduceOp.SUM, group=self._group)
-        self._read(message)
+        self._read(torch.stack(gather_objects(self._message(), self._group)).sum(0))
 
     def _message(self) -> torch.Tensor:
         wishes = [wished and self._agreed[name] is None for name, wished in self._wishes.items()]

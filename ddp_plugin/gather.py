@@ -2,16 +2,23 @@
 
 ``all_gather`` wants the same shape everywhere and, over gloo, answers unequal shapes with uninitialised memory. Here
 sizes travel first, in one small message. ``group=None`` means that this process is alone.
+
+That first message has the form of those of :mod:`ddp_plugin.matching`, two float64 of which the first is a mark, so
+that a rank which is about to do something else there is told so in words, and does not bring the process down.
 """
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ddp_plugin.errors import DDPPluginError, explain
+
 __all__ = ["broadcast_object", "gather_objects", "gather_objects_to", "gather_tensors"]
 
+_MARK = 0.0  # of a gather; whatever ddp_plugin.matching exchanges has another
 _ALIGNMENT_BYTES = 16  # of each tensor inside the payload: a view as complex128 needs it
 
 
@@ -22,14 +29,33 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
         value: anything that pickles.
         group: a group with a CPU backend, such as the control group.
 
+    Raises:
+        DDPPluginError: on all ranks, where some of them came for another purpose, which is named.
+
     Collectives:
         Two all-gathers (length, bytes) on every rank of the group.
     """
     if group is None:
         return [value]
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
+    data = pickle.dumps(value)
+    header = torch.tensor([_MARK, len(data)], dtype=torch.float64)
+    headers = [torch.empty_like(header) for _ in range(group.size())]
+    dist.all_gather(headers, header, group=group)
+    if any(mark != _MARK for mark, _ in torch.stack(headers).tolist()):
+        said = gather_objects("nothing of that kind", group)  # the others say what they came for
+        raise DDPPluginError(
+            explain(
+                "all ranks to do the same at the same time",
+                "; ".join(f"{text} on rank {rank}" for rank, text in enumerate(said)),
+                "Log with sync_dist=True on every rank, outside `if rank == 0`, or on none",
+            )
+        )
+    sizes_bytes = [int(size) for _, size in torch.stack(headers).tolist()]
+    payload = torch.zeros(max(sizes_bytes), dtype=torch.uint8)
+    payload[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    parts = [torch.empty_like(payload) for _ in sizes_bytes]
+    dist.all_gather(parts, payload, group=group)
+    return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes_bytes, strict=True)]
 
 
 def gather_objects_to(value: Any, group: dist.ProcessGroup | None, destination: int | None) -> list[Any]:

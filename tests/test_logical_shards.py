@@ -385,6 +385,26 @@ class FunctionalEmbedding(Net):
         return super().training_step(batch, batch_idx) + rows.sum()
 
 
+class StepPlateau(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "interval": "step", "monitor": "loss"}}
+
+
+@ranks(1, 2, init=False)
+def test_what_one_shards_values_would_decide_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"plateau scheduler with interval='step'"):
+        fit(StepPlateau())
+
+
+@ranks(1, init=False)
+def test_a_fast_run_is_told_how_many_batches_it_takes() -> None:
+    with pytest.raises(ValueError, match=r"Use fast_dev_run=4"):
+        fit(Net(), fast_dev_run=True)
+    fit(Net(), fast_dev_run=4)
+
+
 @ranks(2, init=False)
 def test_what_would_follow_the_number_of_processes_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="layer"):

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from ddp_plugin import CustomDDPStrategy, ExactEvaluation, _compat
+from ddp_plugin import CustomDDPStrategy, ExactEvaluation, ReplicaConsistency, _compat, default_callbacks
 from ddp_plugin.errors import DDPPluginError
+from ddp_plugin.gather import gather_objects
 from ddp_plugin.matching import (
     Rule,
     collective_device,
@@ -388,3 +389,35 @@ def test_reduce_matched_is_exact_and_keeps_shapes_and_dtypes(world_size: int) ->
             assert found.dtype == (torch.float64 if integers_mean else dtype)
             assert torch.equal(found, expected.to(found.dtype)), (dtype, operation)
             assert found.shape == shape
+
+
+# ----------------------------------------------------------------------------------- beside the callbacks' own messages
+
+
+@ranks(2, 3)
+def test_a_gather_and_a_logged_key_that_meet_say_so_on_all_ranks() -> None:
+    group = dist.new_group(backend="gloo")
+    meet = match if rank() == 0 else lambda *_: gather_objects({"anything": [1, 2, 3]}, group)
+    with pytest.raises(DDPPluginError, match=r"key training_step\.loss.*on rank 0"):
+        meet("key training_step.loss", group, RULE)
+
+
+class LogsAlone(Logs):
+    """Rank 0 logs a key of its own in one hook."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        setattr(self, hook, self._log_alone)
+        self.on_step = hook == "on_before_optimizer_step"
+
+    def _log_alone(self, *_: Any) -> None:
+        if rank() == 0:
+            self.log("best", 1.0, sync_dist=True, on_step=self.on_step, on_epoch=not self.on_step)
+
+
+@pytest.mark.parametrize("hook", ["on_validation_epoch_end", "on_before_optimizer_step"])
+@ranks(2, init=False)
+def test_a_key_of_rank_0_alone_is_named_beside_all_callbacks(hook: str) -> None:
+    callbacks = default_callbacks(ReplicaConsistency(every_n_steps=1))
+    with pytest.raises(DDPPluginError, match="best"):
+        trainer(callbacks=callbacks, num_sanity_val_steps=0).fit(LogsAlone(hook), loader(), loader())

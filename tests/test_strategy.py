@@ -674,3 +674,41 @@ def _global_step() -> int:
 def test_more_ranks_take_fewer_steps() -> None:
     assert run_ranks(_global_step, 1, init=False) == [6]
     assert run_ranks(_global_step, 3, init=False) == [2, 2, 2]
+
+
+# ------------------------------------------------------------------------------------------------------------- LBFGS
+
+
+class Quadratic(pl.LightningModule):
+    """A loss whose line search ends elsewhere on each rank's own samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return ((batch[0] @ self.weight - 3).square() + self.weight.square().square().sum()).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), line_search_fn="strong_wolfe", tolerance_change=1e-3)
+
+
+@ranks(1, 2, 3, init=False)
+def test_lbfgs_searches_along_the_line_of_all_ranks(world_size: int) -> None:
+    rank = int(os.environ["RANK"])
+    data = torch.randn(6 * 3, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    module = Quadratic()
+    own = TensorDataset(data[rank::world_size])
+    trainer(use_distributed_sampler=False, max_epochs=2).fit(module, DataLoader(own, batch_size=len(own)))
+    plain = Quadratic()
+    optimizer = plain.configure_optimizers()
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = plain.training_step([data], 0)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    torch.testing.assert_close(module.weight, plain.weight, rtol=1e-9, atol=1e-9)

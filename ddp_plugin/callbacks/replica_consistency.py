@@ -111,10 +111,8 @@ class ReplicaConsistency(pl.Callback):
             (*self.ignore, *getattr(trainer.strategy.model, "parameters_to_ignore", ())),
         )
         fingerprints = take_fingerprints(entries)
-        own = torch.tensor(digests(fingerprints, KINDS))
-        parts = [torch.empty_like(own) for _ in range(self._group.size())]
-        dist.all_gather(parts, own, group=self._group)
-        if all(torch.equal(part, parts[0]) for part in parts):
+        parts = gather_objects(list(digests(fingerprints, KINDS)), self._group)
+        if all(part == parts[0] for part in parts):
             return
         found = differences(gather_objects(fingerprints, self._group), KINDS)
         by_name = {(entry.kind, entry.name): entry for entry in entries}

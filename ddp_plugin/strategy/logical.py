@@ -118,18 +118,32 @@ class LogicalShards(FollowingWrap):
         super().add_bucket_observer(observer)
 
     def on_train_start(self) -> None:
-        """Refuses an epoch that ends inside a step of logical shards, where its length is known."""
+        """Refuses epochs that end inside a step of logical shards, and schedulers that read one shard's values.
+
+        Raises:
+            ValueError: with ``logical_shards``, either of them.
+        """
         super().on_train_start()
         module = self.lightning_module
         if self._sharded_gradient is None or module is None:
             return
+        if any(config.reduce_on_plateau and config.interval == "step" for config in self.lr_scheduler_configs):
+            raise ValueError(
+                explain(
+                    "schedulers whose steps do not depend on the number of processes, beside logical_shards",
+                    "a plateau scheduler with interval='step', which reads what the last shards logged",
+                    "Use interval='epoch' with a validated metric, or leave logical_shards out",
+                )
+            )
         num_batches, num_micro = module.trainer.num_training_batches, module.trainer.accumulate_grad_batches
         if num_batches != float("inf") and num_batches % num_micro:
             raise ValueError(
                 explain(
                     f"a multiple of {num_micro} training batches on each rank, the shards of an optimizer step there",
                     f"{num_batches}",
-                    "Set limit_train_batches, or let the loader drop the last ones",
+                    f"Use fast_dev_run={num_micro}"
+                    if module.trainer.fast_dev_run  # type: ignore[attr-defined]  # set by a function
+                    else "Set limit_train_batches, or let the loader drop the last ones",
                 )
             )
 

@@ -1,5 +1,6 @@
 """The wrap in DistributedDataParallel: its hook and observers, and that it follows the model while it trains."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -10,7 +11,7 @@ from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from ddp_plugin import _compat
 from ddp_plugin.errors import DDPPluginError, explain
@@ -167,13 +168,17 @@ class FollowingWrap(MatchedReductions):
     ) -> Any:
         """Runs the closure and the step; in manual optimization, after a look whether the reduction is complete.
 
+        LBFGS decides by the loss how far to go and when to end, so it is given the mean of the ranks' losses.
+
         Raises:
             DDPPluginError: a parameter got no gradient; it is named.
 
         Collectives:
-            Those of the closure.
+            Those of the closure; for LBFGS, one :meth:`reduce` more each time.
         """
         module = self.lightning_module
+        if isinstance(optimizer, LBFGS) and self.world_size > 1:
+            closure = functools.partial(self._mean_loss, closure)
         if isinstance(self.model, DistributedDataParallel) and module is not None and not module.automatic_optimization:
             with self._parameter_errors():  # several backwards may make one reduction here, but now it has to be one
                 _compat.check_reduction_finished(self.model)
@@ -185,6 +190,10 @@ class FollowingWrap(MatchedReductions):
             self._layout.end(self.model, self._trainable)
         self._trainable = None
         super().teardown()
+
+    def _mean_loss(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        return self.reduce(loss.detach().clone(), reduce_op="mean") if isinstance(loss, Tensor) else loss
 
     def _parameter_errors(self) -> AbstractContextManager[None]:
         model, module = self.model, self.lightning_module
