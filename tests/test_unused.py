@@ -70,7 +70,7 @@ def all_but_the_last(batch_idx: int) -> bool:
 
 @ranks(1, 2, init=False)
 @pytest.mark.parametrize("manual", [False, True])
-def test_an_unused_parameter_is_named_in_its_own_step_with_three_cures(world_size: int, manual: bool) -> None:
+def test_an_unused_parameter_is_named_in_its_own_step_with_its_cures(world_size: int, manual: bool) -> None:
     module = TwoHeads(lambda batch_idx: batch_idx != 1, manual)
     before: list[Tensor] = []
 
@@ -81,7 +81,8 @@ def test_an_unused_parameter_is_named_in_its_own_step_with_three_cures(world_siz
     run = trainer(callbacks=[Notes()])
     with pytest.raises(DDPPluginError, match=r"Got none for right\.weight, right\.bias") as error:
         run.fit(module, loader())
-    assert all(cure in str(error.value) for cure in (FREEZE, STATIC, FIND))
+    assert all(cure in str(error.value) for cure in (FREEZE, FIND))
+    assert (STATIC in str(error.value)) != manual  # a static graph does not go with several backwards in a step
     assert "prior iteration" in str(error.value.__cause__)
     assert run.global_step == 1
     assert torch.equal(module.body.weight, before[0])  # the step with unreduced gradients did not happen
