@@ -109,7 +109,7 @@ def reworded(
     elif several_backwards:
         cure = (
             "Where a step makes several backwards, each with parameters of its own (a GAN, several optimizers), set "
-            "find_unused_parameters=True; parameters that are never used, freeze with requires_grad_(False)"
+            "find_unused_parameters=True. Parameters that are never used: freeze them with requires_grad_(False)"
         )
     else:
         cure = (
