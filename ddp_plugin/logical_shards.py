@@ -28,7 +28,6 @@ __all__ = [
     "num_micro_batches",
     "refuse_layers",
     "refuse_other_reductions",
-    "shard_of",
 ]
 
 
@@ -71,18 +70,6 @@ def num_micro_batches(num_shards: int, world_size: int) -> int:
             )
         )
     return num_shards // world_size
-
-
-def shard_of(rank: int, micro_batch: int, num_shards: int, world_size: int) -> int:
-    """Returns the shard that a micro-batch is, in ``[0, num_shards)``.
-
-    Args:
-        rank: of the process.
-        micro_batch: position within the optimizer step, from 0.
-        num_shards: shards of an optimizer step.
-        world_size: number of processes.
-    """
-    return rank * num_micro_batches(num_shards, world_size) + micro_batch
 
 
 def _is_power_of_two(number: int) -> bool:

@@ -106,34 +106,30 @@ def all_equal(value: Any) -> bool:
 @ranks(1, 2, 3)
 def test_a_post_is_agreed_on_at_the_next_one_and_a_settlement_at_once(world_size: int) -> None:
     for wisher in range(world_size):
-        agreement = Agreement(dist.new_group(backend="gloo"), ("stop", "save"))
+        agreement = Agreement(dist.new_group(backend="gloo"))
         seen = []
         for step in range(4):
             if (step, rank()) == (1, wisher):
-                agreement.wish("save")
+                agreement.wish()
             agreement.post()
-            seen.append((agreement.is_agreed("stop"), agreement.is_agreed("save")))
-        assert seen == [(False, False), (False, False), (False, True), (False, True)]
-        assert agreement.wished_by("save") == f"rank {wisher}"
-        agreement.wish("stop")
+            seen.append(agreement.is_agreed)
+        assert seen == [False, False, True, True]
+        assert agreement.wishers == (1, wisher)
+        agreement.drop()
         agreement.settle()
-        assert agreement.is_agreed("stop")
-        assert agreement.wished_by("stop") == (f"{world_size} ranks" if world_size > 1 else "rank 0")
-        agreement.drop("stop")
-        agreement.drop("save")
+        assert not agreement.is_agreed
+        agreement.wish()
         agreement.settle()
-        assert not agreement.is_agreed("stop")
-        assert not agreement.is_agreed("save")
-        assert agreement.wished_by("save") == "no rank"
+        assert agreement.wishers == (world_size, world_size * (world_size - 1) // 2)
 
 
 def test_one_process_agrees_with_itself() -> None:
     agreement = Agreement(None)
-    agreement.wish("stop")
-    agreement.drop("stop")  # not agreed upon yet: nothing to take back
-    assert not agreement.is_agreed("stop")
+    agreement.wish()
+    agreement.drop()  # not agreed upon yet: nothing to take back
+    assert not agreement.is_agreed
     agreement.post()
-    assert agreement.is_agreed("stop")
+    assert agreement.is_agreed
 
 
 # ------------------------------------------------------------------------------------------------------------- monitors

@@ -84,8 +84,15 @@ class SavesAt(pl.Callback):
             trainer.save_checkpoint(self.folder / f"{self.num_batches}.ckpt")
 
 
+class Unsized(Shuffles):
+    """Does not say how long it is."""
+
+    __len__ = None  # type: ignore[assignment]
+
+
 def sampler_of(kind: str) -> Any:
     return {
+        "unsized": lambda: Unsized("own torch", length=LENGTH),
         "weighted": lambda: Weighted(torch.arange(1.0, LENGTH + 1).tolist(), LENGTH),
         "generator": lambda: RandomSampler(range(LENGTH), generator=torch.Generator().manual_seed(4)),
         **{kind: lambda kind=kind: Shuffles(kind, length=LENGTH) for kind in KINDS},
@@ -151,7 +158,7 @@ def test_so_it_is_with_hooks_and_a_static_graph(strategy: str, tmp_path: Path) -
     check("shuffle", tmp_path, (2, 4), strategy=strategy)
 
 
-@pytest.mark.parametrize("kind", ["sequence", "weighted", "generator", "buckets", *KINDS])
+@pytest.mark.parametrize("kind", ["sequence", "weighted", "generator", "unsized", "buckets", *KINDS])
 @ranks(2, init=False)
 def test_so_it_is_with_every_kind_of_sampler(kind: str, tmp_path: Path) -> None:
     check(kind, tmp_path, (3, 7, 10))
@@ -335,6 +342,17 @@ def test_without_the_callback_a_resumed_run_repeats_samples(tmp_path: Path) -> N
     with says("not resumable"):
         resumed = fit(loader_of("shuffle"), [], tmp_path / "3.ckpt", max_epochs=1)
     assert resumed.seen[0] != whole.seen[0][3:]
+
+
+def test_a_run_that_ends_before_its_first_batch_leaves_no_warning_filtered(tmp_path: Path) -> None:
+    class StopsAtOnce(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            trainer.should_stop = True
+
+    fit(loader_of("shuffle"), [SamplerEpoch(), SavesAt(tmp_path, (3,))])
+    before = list(warnings.filters)
+    fit(loader_of("shuffle"), [SamplerEpoch(), StopsAtOnce()], tmp_path / "3.ckpt")
+    assert warnings.filters == before
 
 
 @ranks(2, init=False)

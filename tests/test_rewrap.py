@@ -204,7 +204,6 @@ class Counts:
 class NotesWraps(pl.Callback):
     def __init__(self) -> None:
         self.wraps: list[weakref.ref[Any]] = []
-        self.reducers: list[weakref.ref[Any]] = []
 
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         wrap = trainer.strategy.model

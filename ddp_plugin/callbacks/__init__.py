@@ -1,4 +1,4 @@
-"""One callback a file; each works without the others and without arguments."""
+"""One callback a file; each works without arguments, and with these without the others."""
 
 import lightning.pytorch as pl
 

@@ -4,10 +4,10 @@ import math
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_plugin import _compat
-from ddp_plugin.data.loaders import share_loader, shared_part, walk
+from ddp_plugin.data.loaders import asks_its_sampler, order_of, share_loader, shared_part, walk
 from ddp_plugin.data.lockstep import LockstepLoader
 from ddp_plugin.data.orders import agree_on_order
 
@@ -28,13 +28,11 @@ def share_or_keep_in_step(loader: object, trainer: pl.Trainer, group: dist.Proce
     """
     if shared_part(loader) is not None or isinstance(loader, LockstepLoader):
         return loader
-    # A loader that iterates in its own way may never ask its batch sampler, so changing that would change nothing.
-    iterates_as_torchs = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-    if iterates_as_torchs and isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+    if isinstance(loader, DataLoader) and asks_its_sampler(loader):
         # Torch's own sampler says what it does, so it can be undone; a subclass of it is the user's business.
         is_torchs = any(type(item) is DistributedSampler for item in walk(loader))
         if is_torchs or _compat.uses_distributed_sampler(trainer):
-            batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+            _, batches = order_of(loader)
             return share_loader(
                 loader,
                 trainer.world_size,

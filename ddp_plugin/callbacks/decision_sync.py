@@ -55,8 +55,8 @@ class DecisionSync(pl.Callback):
 
     Collectives:
         On the control group, on all ranks: one object gather for each comparison; one all-reduce of two integers for
-        each training batch, which is waited for one batch later, and one more after each validation and at the end of
-        each epoch. None on one process.
+        each training batch, which is waited for one batch later; one object gather more, twice before the first batch,
+        after each validation, and at the end of each epoch. None on one process.
     """
 
     def __init__(self, on_difference: str = "mean") -> None:
@@ -135,19 +135,19 @@ class _Decisions:
         self._group = group
         self._on_difference = on_difference
         self._warned: set[str] = set()
-        self._stop = Agreement(group, ("stop",))
+        self._stop = Agreement(group)
         self._announced = False
 
     # ------------------------------------------------------------------------------------------------------- stopping
 
     def is_stop_agreed(self) -> bool:
-        return self._stop.is_agreed("stop")
+        return self._stop.is_agreed
 
     def wish_stop(self, stop: bool) -> None:
         if stop:
-            self._stop.wish("stop")
+            self._stop.wish()
         else:
-            self._stop.drop("stop")
+            self._stop.drop()
 
     def before_fit(self) -> None:
         self._settle()
@@ -170,10 +170,12 @@ class _Decisions:
         self._announce()
 
     def _announce(self) -> None:
-        who = self._stop.wished_by("stop")
-        if self.is_stop_agreed() and not self._announced and not who.endswith("ranks"):
+        num_ranks, sum_of_ranks = self._stop.wishers or (0, 0)
+        if num_ranks == 1 and not self._announced:
             self._announced = True
-            rank_zero_info(f"DecisionSync: trainer.should_stop was set on {who} alone; all ranks stop together.")
+            rank_zero_info(
+                f"DecisionSync: trainer.should_stop was set on rank {sum_of_ranks} alone; all ranks stop together."
+            )
 
     # ------------------------------------------------------------------------------------------------------- monitors
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_plugin import _compat
 from ddp_plugin.callbacks._shell import shards_of, transform_loaders
-from ddp_plugin.data.loaders import replaced
+from ddp_plugin.data.loaders import order_of, replaced
 from ddp_plugin.data.lockstep import StopTogetherLoader
 from ddp_plugin.errors import explain
 from ddp_plugin.gather import gather_objects
@@ -236,8 +236,7 @@ class PerRankSeed(pl.Callback):
             if loader.generator is None:
                 # A loader with workers draws a seed for each iterator, from the global generator unless it has one.
                 changes["generator"] = torch.Generator().manual_seed(streams.order_seed(0))
-        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        sampler = getattr(loader, name)
+        name, sampler = order_of(loader)
         if isinstance(sampler, StreamedSampler):
             sampler = sampler.forwards_to
         draws = not iterable and may_draw(sampler)

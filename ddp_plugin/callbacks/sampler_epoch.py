@@ -296,7 +296,8 @@ class SamplerEpoch(pl.Callback):
         before = self._resumed_at[1] if self._resumed_at[0] == self._told_epoch else 0
         parts = [sharded_part(leaf) for leaf in _compat.loaders_of(trainer.fit_loop)[0]]
         cycles = _compat.train_loaders_are_cycled(trainer)
-        positions = [part.position(max(done - before, 0), cycles=cycles) if part else None for part in parts]
+        num_done = max(done - before, 0)
+        positions = [None if part is None else part.position(num_done, cycles=cycles) for part in parts]
         return {
             "seed": self._seed,
             "epoch": self._told_epoch,

@@ -8,14 +8,29 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from ddp_plugin import _compat
 from ddp_plugin.data.sampling import ExactBatchSampler
 from ddp_plugin.errors import explain
 from ddp_plugin.forwarding import ForwardsReads
 
-__all__ = ["replaced", "share_loader", "shared_part", "walk", "whole"]
+__all__ = ["asks_its_sampler", "order_of", "replaced", "share_loader", "shared_part", "walk", "whole"]
+
+
+def order_of(loader: DataLoader[Any]) -> tuple[str, Any]:
+    """Returns the attribute that decides a loader's order, by name, and its value: batch sampler, or else sampler."""
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    return name, getattr(loader, name)
+
+
+def asks_its_sampler(loader: object) -> bool:
+    """Whether changing a loader's sampler changes what it delivers.
+
+    Not so for iterable datasets, and for loaders with an ``__iter__`` of their own, which may never ask it.
+    """
+    iterates_as_torchs = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    return iterates_as_torchs and not isinstance(loader.dataset, IterableDataset)  # type: ignore[attr-defined]
 
 
 def replaced(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
@@ -99,7 +114,8 @@ def share_loader(
     Collectives:
         None here; ``agree``'s while iterating.
     """
-    batches: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    batches: Any
+    name, batches = order_of(loader)
     if isinstance(batches, DistributedSampler):
         batches = whole(batches)
     elif isinstance(getattr(batches, "sampler", None), DistributedSampler) and type(batches) is BatchSampler:
@@ -113,9 +129,9 @@ def share_loader(
                 "Take the DistributedSampler out: the batches are shared out here",
             )
         )
-    batched = loader.batch_sampler is not None or isinstance(batches, BatchSampler)
+    batched = name == "batch_sampler" or isinstance(batches, BatchSampler)
     part = ExactBatchSampler(batches, world_size, rank, limit, agree, batched=batched)
-    changes: dict[str, Any] = {"sampler" if loader.batch_sampler is None else "batch_sampler": part}
+    changes: dict[str, Any] = {name: part}
     if hasattr(loader, "in_order"):
         changes["in_order"] = True  # a batch is known by its position: which it is, and whether it is a ghost
     return replaced(loader, **changes)

@@ -188,7 +188,9 @@ _SHARED_OUT_BY_NOBODY = (RandomSampler, SubsetRandomSampler, WeightedRandomSampl
 _Order = TypeVar("_Order", bound=Sequence[Any])
 
 
-def agree_on_order(drawn: _Order, sampler: object, group: dist.ProcessGroup | None, purpose: str) -> _Order:
+def agree_on_order(
+    drawn: _Order, sampler: object, group: dist.ProcessGroup | None, purpose: str, *, is_whole: bool = True
+) -> _Order:
     """Returns one order on every rank: the one that all drew, else rank 0's.
 
     Args:
@@ -196,6 +198,7 @@ def agree_on_order(drawn: _Order, sampler: object, group: dist.ProcessGroup | No
         sampler: the sampler it came from.
         group: the control group, ``None`` for one process.
         purpose: what the loader is for, such as ``"training"``; for the message.
+        is_whole: whether it is a whole epoch's order; a part of it does not show who delivers what.
 
     Raises:
         ValueError: on all ranks, if a sampler of the user's own delivers mostly different samples on different ranks:
@@ -211,7 +214,7 @@ def agree_on_order(drawn: _Order, sampler: object, group: dist.ProcessGroup | No
         sampler = sampler.forwards_to
     source = getattr(sampler, "sampler", sampler) if type(sampler) is BatchSampler else sampler
     differs = False
-    if not isinstance(source, _SHARED_OUT_BY_NOBODY):
+    if is_whole and not isinstance(source, _SHARED_OUT_BY_NOBODY):
         own, first = ({repr(i) for batch in part for i in _members(batch)} for part in (drawn, agreed))
         differs = 2 * len(own & first) < min(len(own), len(first))
     if any(gather_objects(differs, group)):

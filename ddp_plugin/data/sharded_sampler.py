@@ -6,7 +6,7 @@ dealt out whole.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -96,6 +96,7 @@ class ShardedBatchSampler(ForwardsReads):
         self._num_passes = 0  # complete ones in this run and epoch
         self._drawn: tuple[Position, Sequence[Any]] | None = None
         self.first_batch = 0
+        self._ghosts: set[int] = set()  # of the epoch's first pass, by index in the epoch
 
     # ------------------------------------------------------------------------------------------------------- lengths
 
@@ -202,21 +203,26 @@ class ShardedBatchSampler(ForwardsReads):
             Those of the pass.
         """
         if self.num_items is not None:
-            self._drawn = self._begin(self._epoch())
+            self._drawn = self._draw(self._epoch())
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self._epoch()
         if self._current is None or self._current.epoch != epoch:
             self._num_passes = 0
+        if self._num_passes == 0:
+            self._ghosts = set()
         if self.num_items is None:
-            return self._lazily(epoch)
+            self._current = self._begin(epoch)[0]
+            first_step = self._current.num_items // self._plan(0).items_per_step
+            self.first_batch = first_step * self.shards.num_per_rank
+            return self._share_lazily(self._current)
         # Asked again before a pass is over, as Lightning does now and then, it gives the same order again.
         is_drawn = self._drawn is not None and (self._drawn[0].epoch, self._drawn[0].num_passes) == (
             epoch,
             self._pass_number(epoch),
         )
         if not is_drawn:
-            self._drawn = self._begin(epoch)
+            self._drawn = self._draw(epoch)
         assert self._drawn is not None
         self._current, order = self._drawn
         plan = self._plan(len(order), min(self._current.num_items, len(order)))
@@ -227,15 +233,20 @@ class ShardedBatchSampler(ForwardsReads):
         start = self.start(epoch)
         return self._num_passes + (start.num_passes if start else 0)
 
-    def _begin(self, epoch: int) -> tuple[Position, Sequence[Any]]:
-        """Draws the order of a pass; returns where it begins, and the order."""
+    def _begin(self, epoch: int) -> tuple[Position, Position | None]:
+        """Returns where a pass begins, and the position that it resumes; the sampler's generators are as they were."""
         start = self.start(epoch)
-        resumed = start if start and self._num_passes == 0 else None
+        resumed = start if self._num_passes == 0 else None
         if resumed is not None:
             restore_generators(self._source, resumed.generators)
+        num_items = resumed.num_items if resumed is not None else 0
         generators = generator_states(self._source)
-        num_passes = self._pass_number(epoch)
-        order = draw_order(self._source, self._seed(), epoch, num_passes)
+        return Position(epoch, self._pass_number(epoch), num_items, None, generators, []), resumed
+
+    def _draw(self, epoch: int) -> tuple[Position, Sequence[Any]]:
+        """Draws the order of a pass; returns where it begins, and the order."""
+        begun, resumed = self._begin(epoch)
+        order = draw_order(self._source, self._seed(), epoch, begun.num_passes)
         if not is_function_of_epoch(self._source):
             order = agree_on_order(order, self.forwards_to, self._group, "training")
         drawn = order_hash(order)
@@ -248,41 +259,33 @@ class ShardedBatchSampler(ForwardsReads):
                     "the global generators, or from a generator that it keeps as an attribute",
                 )
             )
-        return Position(epoch, num_passes, resumed.num_items if resumed else 0, drawn, generators, []), order
+        return replace(begun, order_hash=drawn), order
 
     def _share(self, order: Sequence[Any], plan: ShardedEpoch) -> Iterator[Any]:
-        for number in range(plan.num_steps * self.shards.num_per_rank):
-            step, shard = self.shards.place(number)
-            positions = plan.positions(step, shard) or [plan.stand_in(step, shard)]
-            yield self._batch([order[position] for position in positions])
+        yield from self._deal(order, plan, self.first_batch)
         self._num_passes += 1
 
-    def _lazily(self, epoch: int) -> Iterator[Any]:
-        start, num_passes = self.start(epoch), self._pass_number(epoch)
-        first_item = start.num_items if start and self._num_passes == 0 else 0
+    def _share_lazily(self, begun: Position) -> Iterator[Any]:
         size = self._plan(0).items_per_step
-        self._current = Position(epoch, num_passes, first_item, None, [], [])
-        self.first_batch = first_item // size * self.shards.num_per_rank
-        return self._lazy_batches(epoch, num_passes, first_item, size)
-
-    def _lazy_batches(self, epoch: int, num_passes: int, first_item: int, size: int) -> Iterator[Any]:
-        position = 0
-        for drawn in draw_lazily(self._source, self._seed(), epoch, num_passes, size):
+        position, num_before = 0, self.first_batch
+        for drawn in draw_lazily(self._source, self._seed(), begun.epoch, begun.num_passes, size):
             block = drawn
             if self._group is not None and self.shards.num_shards > 1:
-                block = agree_on_order(drawn, self.forwards_to, self._group, "training")
+                block = agree_on_order(drawn, self.forwards_to, self._group, "training", is_whole=False)
             position += len(block)
-            if position > first_item:
-                yield from self._share_block(block)
+            if position > begun.num_items:
+                yield from self._deal(block, self._plan(len(block)), num_before)
+                num_before += self.shards.num_per_rank
         self._num_passes += 1
 
-    def _share_block(self, block: Sequence[Any]) -> Iterator[Any]:
-        plan = self._plan(len(block))
+    def _deal(self, order: Sequence[Any], plan: ShardedEpoch, num_before: int) -> Iterator[Any]:
         for number in range(plan.num_steps * self.shards.num_per_rank):
             step, shard = self.shards.place(number)
-            yield self._batch(
-                [block[position] for position in plan.positions(step, shard) or [plan.stand_in(0, shard)]]
-            )
+            positions = plan.positions(step, shard)
+            if not positions:
+                self._ghosts.add(num_before + number)
+                positions = [plan.stand_in(step, shard)]
+            yield self._batch([order[position] for position in positions])
 
     def _batch(self, items: list[Any]) -> Any:
         if self.deals_samples:
@@ -294,8 +297,4 @@ class ShardedBatchSampler(ForwardsReads):
 
         Only ``last_batch="exact"`` has such batches; their weight is zero.
         """
-        if self._last_batch != "exact" or self._current is None or self.num_items is None:
-            return False
-        plan = self._plan(self.num_items, min(self._current.num_items, self.num_items))
-        step, shard = self.shards.place(batch_idx - self.first_batch)
-        return 0 <= step < plan.num_steps and not plan.positions(step, shard)
+        return batch_idx in self._ghosts

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from ddp_plugin.data.loaders import replaced, walk, whole
+from ddp_plugin.data.loaders import asks_its_sampler, order_of, replaced, walk, whole
 from ddp_plugin.data.sharded_sampler import ShardedBatchSampler
 from ddp_plugin.data.sharding import Shards
 from ddp_plugin.errors import explain
@@ -48,12 +48,9 @@ def shard_training_loader(
     Collectives:
         One object gather on the control group, on all ranks, if the loader is dealt out.
     """
-    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+    if not isinstance(loader, DataLoader) or not asks_its_sampler(loader):
         return None
-    if isinstance(loader.dataset, IterableDataset):
-        return None
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    outer: Any = getattr(loader, name)
+    name, outer = order_of(loader)
     batches = outer
     while isinstance(batches, Forwarder):
         batches = batches.forwards_to
@@ -62,7 +59,13 @@ def shard_training_loader(
     if batches is None or (only_torchs and not is_torchs):
         return None
     part = ShardedBatchSampler(
-        batches, shards, last_batch, seed, epoch, group, batched=name == "batch_sampler" or _is_batch_sampler(batches)
+        batches,
+        shards,
+        last_batch,
+        seed,
+        epoch,
+        group,
+        batched=name == "batch_sampler" or isinstance(batches, BatchSampler),
     )
     _refuse_unequal(part, group)
     return replaced(loader, **{name: _inside(outer, part)})
@@ -71,10 +74,6 @@ def shard_training_loader(
 def sharded_part(loader: object) -> ShardedBatchSampler | None:
     """Returns the part that :func:`shard_training_loader` put into a loader, also inside wrappers added later."""
     return next((item for item in walk(loader) if isinstance(item, ShardedBatchSampler)), None)
-
-
-def _is_batch_sampler(batches: object) -> bool:
-    return isinstance(batches, BatchSampler)
 
 
 def _made_whole(batches: Any, num_ranks: int) -> tuple[bool, Any]:

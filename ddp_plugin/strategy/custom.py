@@ -26,7 +26,6 @@ from ddp_plugin.hooks import CommHook, resolve_hook
 from ddp_plugin.logical_shards import check_num_shards, refuse_other_reductions
 from ddp_plugin.strategy.logical import LogicalShards
 from ddp_plugin.wrapping.arguments import check_ddp_arguments, refuse_contradictions
-from ddp_plugin.wrapping.buckets import LayoutKeeper
 
 __all__ = ["CustomDDPStrategy", "DataLoaderTransform", "register_strategies"]
 
@@ -78,8 +77,9 @@ class CustomDDPStrategy(LogicalShards):
         ValueError: settings that contradict one another; raised here, before any process is started.
 
     Collectives:
-        None in the constructor. ``setup_environment`` makes two groups (all ranks); the wrap broadcasts rank 0's
-        weights once; a backward runs one all-reduce per bucket.
+        None in the constructor. ``setup_environment`` makes two groups (all ranks); the wrap gathers a fingerprint of
+        what is trainable, again at each epoch, and broadcasts rank 0's weights once; a backward runs one all-reduce per
+        bucket; logged values travel as in :class:`~ddp_plugin.strategy.reductions.MatchedReductions`.
     """
 
     def __init__(
@@ -153,13 +153,10 @@ class CustomDDPStrategy(LogicalShards):
             model_averaging_period=model_averaging_period,
             process_group_backend=process_group_backend,
             timeout=timeout,
-            start_method=start_method,  # type: ignore[arg-type]  # checked against START_METHODS above
+            start_method=start_method,
             **given,
         )
         self._dataloader_transforms: list[DataLoaderTransform] = []
-        self._bucket_observers = []
-        self._unused_at_first = []
-        self._layout = LayoutKeeper(bool(find_unused_parameters))
         self._logical_shards = logical_shards
 
     @classmethod

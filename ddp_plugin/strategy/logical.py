@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_plugin.errors import explain
-from ddp_plugin.logical_shards import num_micro_batches, refuse_layers, shard_of
+from ddp_plugin.logical_shards import num_micro_batches, refuse_layers
 from ddp_plugin.strategy.wrapping import FollowingWrap
 from ddp_plugin.tree_exchange import ShardedGradient, broadcast_module
 from ddp_plugin.wrapping.arguments import BucketObserver
@@ -29,17 +29,6 @@ class LogicalShards(FollowingWrap):
     def logical_shards(self) -> int | None:
         """How many shards every optimizer step is divided into, or ``None`` where DDP reduces."""
         return self._logical_shards
-
-    @property
-    def current_shard(self) -> int | None:
-        """The shard that the micro-batch is which runs now or comes next; ``None`` without logical shards in ``fit``.
-
-        Micro-batch ``j`` of an optimizer step on rank ``r`` of ``W`` is shard ``r S/W + j``.
-        """
-        if self._logical_shards is None or self._sharded_gradient is None:
-            return None
-        num_done = self._sharded_gradient.num_done
-        return shard_of(self.global_rank, num_done, self._logical_shards, self.world_size)
 
     def setup_environment(self) -> None:
         """Starts the processes' group, then sets how many micro-batches a step of logical shards has on each rank.

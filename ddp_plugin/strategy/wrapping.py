@@ -39,14 +39,17 @@ _UNFREEZE_WAIT = timedelta(minutes=5)  # for the other ranks to change their tra
 class FollowingWrap(MatchedReductions):
     """Wraps the model, wraps it again when other parameters are trainable, and names parameters in errors."""
 
-    _bucket_observers: list[BucketObserver]
-    _layout: LayoutKeeper
     _comm_hook: CommHook | None = None
-    _hook_is_registered = False
-    _first_backward_done = False
-    _trainable: TrainableParameters | None = None  # of the latest wrap
-    _epoch_of_agreement: int | None = None  # in which all ranks' trainable parameters were compared last
-    _unused_at_first: list[str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._bucket_observers: list[BucketObserver] = []
+        self._layout = LayoutKeeper(bool(kwargs.get("find_unused_parameters")))
+        self._hook_is_registered = False
+        self._first_backward_done = False
+        self._trainable: TrainableParameters | None = None  # of the latest wrap
+        self._epoch_of_agreement: int | None = None  # in which all ranks' trainable parameters were compared last
+        self._unused_at_first: list[str] = []
 
     def setup(self, trainer: Any) -> None:
         """Wraps the model, and lets the first training batch compare what is trainable."""
