@@ -345,7 +345,8 @@ class SamplerEpoch(pl.Callback):
         if loaded is None or "epoch" not in loaded:
             return
         self._is_announced = False
-        parts = [sharded_part(leaf) for leaf in _compat.loaders_of(trainer.fit_loop)[0]]
+        leaves, mode = _compat.loaders_of(trainer.fit_loop)
+        parts = [sharded_part(leaf) for leaf in leaves]
         before, now = loaded["items_per_step"], [self._items_per_step(part, trainer) for part in parts]
         if before != now:
             self._say(
@@ -358,15 +359,14 @@ class SamplerEpoch(pl.Callback):
                 _compat.set_train_batches_done(trainer, 0, in_total=False)
                 trainer.fit_loop.reset_restart_stage()
             return
-        leaves, mode = _compat.loaders_of(trainer.fit_loop)
-        if loaded["is_complete"]:
-            done = loaded["num_batches"]
-            if not math.isinf(trainer.num_training_batches):
-                done = int(trainer.num_training_batches)
-        else:
-            done = _batches_done([sharded_part(leaf) for leaf in leaves], epoch, mode, loaded["num_batches"])
+        done = loaded["num_batches"]
+        if not loaded["is_complete"]:
+            done = _batches_done(parts, epoch, mode, done)
+        elif not math.isinf(trainer.num_training_batches):
+            done = int(trainer.num_training_batches)
         self._resumed_at = (epoch, done)
-        rank_zero_info(f"SamplerEpoch: goes on in epoch {epoch} after {done} of its batches on each rank.")
+        if done:
+            rank_zero_info(f"SamplerEpoch: goes on in epoch {epoch} after {counted(done, 'batch')} of it on each rank.")
         _compat.set_train_batches_done(trainer, done)
         # Lightning warns that the loader is not resumable; it asks for methods that no DataLoader has.
         self._quiet = warnings.catch_warnings()
