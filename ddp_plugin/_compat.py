@@ -450,8 +450,12 @@ class LoggedValues:
                 item.__dict__.update(snapshot[key])
                 item.has_reset = item.has_reset and not keep_new
             else:
+                names = [name for name in ("value", "cumulated_batch_size") if keep_new and name in vars(item)]
+                kept = {name: getattr(item, name).dtype for name in names}
                 item.reset()  # not "due" then: the other ranks' gathered values make it known again
                 item.has_reset = not keep_new
+                for name, dtype in kept.items():  # Lightning resets to its default, and all ranks reduce in their own
+                    setattr(item, name, getattr(item, name).to(dtype))
 
     def _due(self) -> list[tuple[str, Any]]:
         return [

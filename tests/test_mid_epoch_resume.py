@@ -220,8 +220,8 @@ def test_a_scheduled_accumulation_goes_on(tmp_path: Path) -> None:
     def callbacks() -> list[Any]:
         return [*default_callbacks(), pl.callbacks.GradientAccumulationScheduler({0: 2, 1: 3})]
 
-    whole = fit(loader_of("shuffle"), [*callbacks(), SavesAt(tmp_path, (4, 10))])
-    for number in (4, 10):
+    whole = fit(loader_of("shuffle"), [*callbacks(), SavesAt(tmp_path, (4, 7, 10))])
+    for number in (4, 7, 10):
         resumed = fit(loader_of("shuffle"), callbacks(), tmp_path / f"{number}.ckpt")
         assert torch.equal(resumed.values, whole.values), number
 
@@ -453,6 +453,29 @@ def test_a_kept_global_batch_continues_step_for_step(accumulate: int, tmp_path: 
     )
     assert alone[0][1] == whole[0][1]  # optimizer steps
     assert sorted(sum(global_batches(alone, 0), [])) == sorted(sum(global_batches(whole, 0)[4:], []))
+
+
+class NoLength:
+    """Does not say how long it is."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(LENGTH))
+
+
+def _run_unsized(folder: str, resume: bool, batch_size: int = 2) -> list[list[int]]:
+    warnings.filterwarnings("ignore", "SamplerEpoch: an optimizer step of the interrupted run")
+    loader = DataLoader(Augmented(), batch_size=batch_size, sampler=NoLength())  # type: ignore[arg-type]
+    callbacks = [SamplerEpoch("exact"), GlobalMeanLoss(), *([] if resume else [SavesAt(Path(folder), (3,))])]
+    return fit(loader, callbacks, Path(folder, "3.ckpt") if resume else None, max_epochs=1).seen[0]
+
+
+def test_without_a_length_the_global_batch_has_to_stay(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"init": False, "folder": str(tmp_path)}
+    run_ranks(_run_unsized, 2, resume=False, **settings)
+    with pytest.raises(AssertionError, match=r"global batches of 4 samples.*NoLength has no length.*Got 6"):
+        run_ranks(_run_unsized, 3, resume=True, **settings)
+    alone = run_ranks(_run_unsized, 1, resume=True, batch_size=4, **settings)[0]
+    assert sum(alone, []) == list(range(12, LENGTH))
 
 
 def test_a_stream_is_refused_on_another_number_of_ranks(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 from torchmetrics import SumMetric
 
-from ddp_plugin import GlobalMeanLoss, PerRankSeed, SamplerEpoch
+from ddp_plugin import DecisionSync, GlobalMeanLoss, PerRankSeed, SamplerEpoch, default_callbacks
 from ddp_plugin.data.orders import draw_lazily, draw_order
 from tests.harness import ranks, trainer
 
@@ -537,13 +537,28 @@ def test_what_a_rank_without_a_sample_logs_does_not_count(world_size: int) -> No
 
 def _check_what_counts(length: int) -> None:
     module = Measures()
-    fit = trainer(max_epochs=2, callbacks=[SamplerEpoch("exact"), GlobalMeanLoss()])
+    callbacks = [SamplerEpoch("exact"), GlobalMeanLoss(), DecisionSync("raise")]
+    stops = pl.callbacks.EarlyStopping("mean", patience=9, check_on_train_epoch_end=True)
+    fit = trainer(max_epochs=2, callbacks=[*callbacks, stops])
     fit.fit(module, DataLoader(torch.arange(length), batch_size=2))  # type: ignore[arg-type]
     assert float(fit.callback_metrics["mean"]) == pytest.approx((length - 1) / 2, rel=1e-12)
     assert float(fit.callback_metrics["samples"]) == length
     assert float(fit.callback_metrics["total"]) == sum(range(length))
     is_ghost = int(os.environ["RANK"]) > 0
     assert module.ghosts == ([False, False, is_ghost] if length > 1 else [is_ghost]) * 2
+
+
+@ranks(2, init=False)
+def test_a_ghost_step_that_is_skipped_leaves_nothing_for_the_next_epoch() -> None:
+    class Skips(Measures):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+            return -1 if batch_idx == 2 else None
+
+    module = Skips()
+    fit = trainer(max_epochs=2, callbacks=[SamplerEpoch("exact"), GlobalMeanLoss()])
+    fit.fit(module, DataLoader(torch.arange(9), batch_size=2))  # type: ignore[arg-type]
+    assert float(fit.callback_metrics["total"]) == sum(range(8))
+    assert float(fit.callback_metrics["samples"]) == 8
 
 
 @ranks(2, init=False)
@@ -591,6 +606,9 @@ def test_a_second_callback_of_a_kind_is_refused() -> None:
             Keeps(),
             DataLoader(range(4)),  # type: ignore[arg-type]
         )
+    for wrong in ([SamplerEpoch()], SamplerEpoch):
+        with pytest.raises(TypeError, match="callbacks, one by one"):
+            default_callbacks(wrong)  # type: ignore[arg-type]
 
 
 @ranks(2, init=False)

@@ -12,6 +12,7 @@ from ddp_plugin.callbacks.per_rank_seed import PerRankSeed
 from ddp_plugin.callbacks.replica_consistency import ReplicaConsistency
 from ddp_plugin.callbacks.sampler_epoch import SamplerEpoch
 from ddp_plugin.callbacks.scale_learning_rate import ScaleLearningRate
+from ddp_plugin.errors import explain
 
 __all__ = [
     "ConvertSyncBatchNorm",
@@ -39,7 +40,13 @@ def default_callbacks(*yours: pl.Callback) -> list[pl.Callback]:
     Args:
         *yours: callbacks that take the place of the default of their class, such as ``SamplerEpoch("exact")``; others
             are added at the end.
+
+    Raises:
+        TypeError: something that is no callback, such as a class or a list of them.
     """
+    for callback in yours:
+        if not isinstance(callback, pl.Callback):
+            raise TypeError(explain("callbacks, one by one", repr(callback), "Write default_callbacks(SamplerEpoch())"))
     defaults = (SamplerEpoch, PerRankSeed, ExactEvaluation, DecisionSync, ReplicaConsistency)
     callbacks: list[pl.Callback] = []
     for cls in defaults:

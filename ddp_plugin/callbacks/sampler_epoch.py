@@ -304,16 +304,16 @@ class SamplerEpoch(pl.Callback):
             "num_batches": done,
             "is_complete": is_complete,
             "world_size": trainer.world_size,
-            "items_per_step": [self._items_per_step(part, trainer) for part in parts],
+            "items_per_step": [self._items_per_step(part, trainer, self._told_epoch) for part in parts],
             "positions": [dataclasses.asdict(position) if position else None for position in positions],
         }
 
-    def _items_per_step(self, part: ShardedBatchSampler | None, trainer: pl.Trainer) -> int | None:
+    def _items_per_step(self, part: ShardedBatchSampler | None, trainer: pl.Trainer, epoch: int) -> int | None:
         if part is None:
             return None
         accumulate = trainer.accumulate_grad_batches
         for scheduler in _accumulation_schedulers(trainer):
-            accumulate = scheduler.get_accumulate_grad_batches(trainer.current_epoch)
+            accumulate = scheduler.get_accumulate_grad_batches(epoch)
         return part.items_per_batch * trainer.world_size * accumulate
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -347,7 +347,7 @@ class SamplerEpoch(pl.Callback):
         self._is_announced = False
         leaves, mode = _compat.loaders_of(trainer.fit_loop)
         parts = [sharded_part(leaf) for leaf in leaves]
-        before, now = loaded["items_per_step"], [self._items_per_step(part, trainer) for part in parts]
+        before, now = loaded["items_per_step"], [self._items_per_step(part, trainer, loaded["epoch"]) for part in parts]
         if before != now:
             self._say(
                 f"SamplerEpoch: an optimizer step of the interrupted run held {before} samples (or batches) of each "
@@ -378,9 +378,10 @@ class SamplerEpoch(pl.Callback):
     ) -> None:
         """Remembers what is logged if no sample of this step is this rank's, and lets Lightning warn again."""
         self._epoch_of_batch = self._told_epoch
+        self._after_ghost, self.is_ghost_step = [], False
         self._unquiet()
         for scheduler in () if self._is_announced else _accumulation_schedulers(trainer):
-            scheduler.on_train_epoch_start(trainer)  # Lightning does not announce an epoch that is resumed
+            scheduler.on_train_epoch_start(trainer, pl_module)  # Lightning does not announce an epoch that is resumed
         self._is_announced = True
         parts = [sharded_part(leaf) for leaf in _compat.loaders_of(trainer.fit_loop)[0]] if self._has_ghosts else []
         index = trainer.fit_loop.epoch_loop.batch_idx

@@ -40,6 +40,7 @@ class Position:
         order_hash: hash of this pass's order, ``None`` where it was not drawn as a whole.
         generators: states of the sampler's own generators before this pass's order was drawn.
         next_generators: their states after it.
+        block_size: items of a global batch, where the sampler has no length: it is drawn block by block then.
     """
 
     epoch: int
@@ -48,6 +49,7 @@ class Position:
     order_hash: int | None
     generators: list[Any]
     next_generators: list[Any]
+    block_size: int | None = None
 
 
 class ShardedBatchSampler(ForwardsReads):
@@ -189,6 +191,7 @@ class ShardedBatchSampler(ForwardsReads):
             order_hash=current.order_hash if is_latest else None,
             generators=current.generators,
             next_generators=generator_states(self._source),
+            block_size=current.block_size,
         )
 
     # ----------------------------------------------------------------------------------------------------- iterating
@@ -204,6 +207,8 @@ class ShardedBatchSampler(ForwardsReads):
         """
         if self.num_items is not None:
             self._drawn = self._draw(self._epoch())
+        else:
+            self._begin(self._epoch())
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self._epoch()
@@ -237,11 +242,21 @@ class ShardedBatchSampler(ForwardsReads):
         """Returns where a pass begins, and the position that it resumes; the sampler's generators are as they were."""
         start = self.start(epoch)
         resumed = start if self._num_passes == 0 else None
+        block_size = self._plan(0).items_per_step if self.num_items is None else None
+        if resumed is not None and resumed.num_items and resumed.block_size != block_size:
+            raise ValueError(
+                explain(
+                    f"global batches of {resumed.block_size} samples or batches, as in the interrupted run, because "
+                    f"{type(self._source).__name__} has no length and is drawn block by block",
+                    f"{block_size}",
+                    "Keep ranks x batch size, resume from a checkpoint at an epoch's end, or give the sampler a length",
+                )
+            )
         if resumed is not None:
             restore_generators(self._source, resumed.generators)
         num_items = resumed.num_items if resumed is not None else 0
         generators = generator_states(self._source)
-        return Position(epoch, self._pass_number(epoch), num_items, None, generators, []), resumed
+        return Position(epoch, self._pass_number(epoch), num_items, None, generators, [], block_size), resumed
 
     def _draw(self, epoch: int) -> tuple[Position, Sequence[Any]]:
         """Draws the order of a pass; returns where it begins, and the order."""
