@@ -52,8 +52,7 @@ def control_group_of(callback: pl.Callback, trainer: pl.Trainer) -> dist.Process
             explain("a Trainer of lightning.pytorch", f"one of {type(trainer).__module__}", "Import lightning.pytorch")
         )
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    ours = [c for c in callbacks if type(c) is not pl.Callback]
-    alike = [c for c in ours if isinstance(c, type(callback)) or isinstance(callback, type(c))]
+    alike = [other for other in callbacks if type(other) is type(callback)]
     if len(alike) > 1:
         name = type(callback).__name__
         raise ValueError(
