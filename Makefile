@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: llm resnet test lint parity bench test-gpu clean
+.PHONY: llm resnet test lint parity bench bench-slow-link test-gpu clean
 
 llm: $(VENV)/.installed
 	$(BIN)/python recipes/llm.py $(ARGS)
@@ -28,6 +28,10 @@ parity: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks $(ARGS)
+
+# Two network namespaces with a rate limit between them: needs root rights, ip and tc, and says so where they are missing.
+bench-slow-link: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.slow_link $(ARGS)
 
 test-gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/gpu -m gpu $(ARGS)

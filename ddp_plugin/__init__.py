@@ -13,6 +13,7 @@ if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
     )
 
 from ddp_plugin.callbacks import (
+    CommunicationMonitor,
     ConvertSyncBatchNorm,
     DecisionSync,
     ExactEvaluation,
@@ -23,6 +24,7 @@ from ddp_plugin.callbacks import (
     ReplicaConsistency,
     SamplerEpoch,
     ScaleLearningRate,
+    StragglerMonitor,
     default_callbacks,
     log_weight,
     normalize_gradients,
@@ -30,10 +32,13 @@ from ddp_plugin.callbacks import (
 from ddp_plugin.config import NcclOptions, StrategyConfig
 from ddp_plugin.predictions import read_predictions
 from ddp_plugin.strategy import CustomDDPStrategy, register_strategies
+from ddp_plugin.tuner import tune
+from ddp_plugin.tuning import Tuning
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CommunicationMonitor",
     "ConvertSyncBatchNorm",
     "CustomDDPStrategy",
     "DecisionSync",
@@ -46,12 +51,15 @@ __all__ = [
     "ReplicaConsistency",
     "SamplerEpoch",
     "ScaleLearningRate",
+    "StragglerMonitor",
     "StrategyConfig",
+    "Tuning",
     "__version__",
     "default_callbacks",
     "log_weight",
     "normalize_gradients",
     "read_predictions",
+    "tune",
 ]
 
 register_strategies()

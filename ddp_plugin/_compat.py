@@ -38,6 +38,12 @@ def default_group_timeout() -> timedelta | None:
     return timeout if isinstance(timeout, timedelta) else None
 
 
+def all_gather_flat(output: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Gathers tensors of one size into one tensor; torch 2.13 renamed the function and warns about the old name."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, given, group=group)
+
+
 def set_options_timeout(options: Any, timeout: timedelta) -> None:
     """Sets the timeout inside backend options; torch takes it from there once options are passed."""
     options._timeout = timeout
@@ -65,6 +71,12 @@ def check_reduction_finished(model: DistributedDataParallel) -> None:
 def delays_reductions(model: DistributedDataParallel) -> bool:
     """Whether some parameters' reduction hangs on another one (``delay_all_reduce_named_params``)."""
     return bool(model._delay_all_reduce_params)
+
+
+def never_reduce(model: DistributedDataParallel) -> None:
+    """Leaves out the messages that ``no_sync`` still sends in the first step: of buffers, and of a static graph."""
+    model.require_forward_param_sync = False
+    model._static_graph_delay_allreduce_enqueued = True
 
 
 def finish_rebuilding_buckets(model: DistributedDataParallel) -> None:
@@ -141,16 +153,27 @@ def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def loss_scale(scaler: Any) -> torch.Tensor | None:
+    """Returns by what a gradient scaler multiplies the loss, on its device; ``get_scale`` would wait for the device."""
+    return getattr(scaler, "_scale", None) if scaler is not None and scaler.is_enabled() else None
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Returns how often a tensor was changed in place; autograd counts it, and has no public word for it."""
     return tensor._version
 
 
 def averages_models(strategy: Any) -> bool:
-    """Whether a strategy averages weights now and then in place of gradients, as post-local SGD does."""
+    """Whether a strategy averages weights now and then in place of gradients, by a hook or as post-local SGD does."""
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
-    return isinstance(getattr(strategy, "_ddp_comm_state", None), PostLocalSGDState)
+    has_outer_step = getattr(getattr(strategy, "comm_hook", None), "outer", None) is not None
+    return has_outer_step or isinstance(getattr(strategy, "_ddp_comm_state", None), PostLocalSGDState)
+
+
+def runs_bare_hook(strategy: Any) -> bool:
+    """Whether gradients go through Lightning's own ``ddp_comm_hook``, of which nothing else is known."""
+    return getattr(strategy, "_ddp_comm_hook", None) is not None
 
 
 def keeps_batch_statistics(module: torch.nn.Module) -> bool:
@@ -198,6 +221,11 @@ def train_epoch(trainer: Any) -> int:
 def train_fetcher(trainer: Any) -> Any:
     """Returns what fetches training batches now; each time Lightning has made the loaders, it is another one."""
     return trainer.fit_loop._data_fetcher
+
+
+def logging_step(trainer: Any) -> int:
+    """Returns the step number under which Lightning gives this batch's values to the loggers."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def train_batches_done(trainer: Any) -> int:

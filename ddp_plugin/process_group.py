@@ -17,7 +17,9 @@ from ddp_plugin.errors import explain
 __all__ = [
     "control_group",
     "destroy_at_exit",
+    "exchange_group",
     "nccl_process_group_options",
+    "node_groups",
     "refuse_unusable_settings",
     "settings_in_force",
 ]
@@ -132,6 +134,62 @@ def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     return _control_group[1]
 
 
+_exchange_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # by the group that they lie beside
+
+
+def exchange_group(beside: dist.ProcessGroup, pg_options: Any = None) -> dist.ProcessGroup:
+    """Returns the group for exchanges of gradients that take several collectives, beside the one that DDP uses.
+
+    DDP's own small messages about unused parameters would otherwise fall between the collectives of an exchange. It has
+    the same ranks and backend as the group beside which it lies, and is made once for it.
+
+    Args:
+        beside: DDP's group.
+        pg_options: backend options for it, such as ``ProcessGroupNCCL.Options``; used when it is made.
+
+    Collectives:
+        ``new_group`` on every rank of ``beside``, at the first call only.
+    """
+    if beside not in _exchange_groups:
+        ranks, timeout = dist.get_process_group_ranks(beside), _compat.default_group_timeout()
+        is_part = len(ranks) < dist.get_world_size()  # the other ranks do not come here then
+        _exchange_groups[beside] = dist.new_group(
+            ranks, timeout=timeout, pg_options=pg_options, use_local_synchronization=is_part
+        )
+    return _exchange_groups[beside]
+
+
+_node_groups: dict[tuple[dist.ProcessGroup, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+
+def node_groups(ranks: dist.ProcessGroup, ranks_per_node: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Returns the group of this rank's node, and that of the ranks with the same place on their nodes.
+
+    They have the backend of the default group, and are made once for each group and division of it.
+
+    Args:
+        ranks: the group that is divided, node after node.
+        ranks_per_node: how many ranks follow one another on a node; divides their number.
+
+    Collectives:
+        ``new_group``, in one order on every rank of the group, at the first call only.
+    """
+    key = (ranks, ranks_per_node)
+    if key not in _node_groups:
+        members, timeout = dist.get_process_group_ranks(ranks), _compat.default_group_timeout()
+        nodes = [members[first : first + ranks_per_node] for first in range(0, len(members), ranks_per_node)]
+        is_part = len(members) < dist.get_world_size()  # the other ranks do not come here then
+        made = []
+        for lists in (nodes, [list(peers) for peers in zip(*nodes, strict=True)]):
+            for each in lists:
+                is_own = dist.get_rank() in each
+                if is_own or not is_part:  # a group is made by all ranks, or by its own ones alone
+                    group = dist.new_group(each, timeout=timeout, use_local_synchronization=is_part)
+                    made += [group] if is_own else []
+        _node_groups[key] = (made[0], made[1])
+    return _node_groups[key]
+
+
 _registered = threading.Event()
 
 
@@ -152,6 +210,8 @@ def destroy_at_exit() -> None:
 def _destroy() -> None:
     global _control_group
     _control_group = None
+    _exchange_groups.clear()
+    _node_groups.clear()
     if not (dist.is_available() and dist.is_initialized()):
         return
     handler: Any = None

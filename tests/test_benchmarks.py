@@ -9,17 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_plugin.hooks import HOOKS
 from tests.benchmarks.timing import Row, ratio_row, slowest
-from tests.benchmarks.training import require_equal
+from tests.benchmarks.training import TRAINING_HOOKS, require_equal
 from tests.harness import ROOT
 
 NAMED = {
     "evaluation": ["tiny MLP, 96 samples", "large MLP, 192 samples"],
     "training step / Lightning": ["CustomDDPStrategy", "+ PerRankSeed", "+ default_callbacks()"],
     "training step / plain torch": ["Lightning's DDPStrategy", "CustomDDPStrategy", "+ default_callbacks()"],
-    "training step with comm_hook": list(HOOKS),
-    "bytes": list(HOOKS),
+    "training step with comm_hook": TRAINING_HOOKS,
+    "bytes": TRAINING_HOOKS,
     "training step in plain torch, synchronised BatchNorm": ["convnet"],
     "one check of ReplicaConsistency": ["the language-model recipe's network"],
     "training step with DecisionSync": ["MLP"],

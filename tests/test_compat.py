@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, SequentialSampler
 from torchmetrics import Metric
 
-from ddp_plugin import _compat
+from ddp_plugin import CustomDDPStrategy, _compat
 from tests.harness import ranks
 
 
@@ -35,6 +35,7 @@ def test_lightnings_private_names() -> None:
     for loop in (trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop):
         assert isinstance(loop._results, _ResultCollection)
         assert hasattr(loop, "_combined_loader")
+    assert _compat.logging_step(trainer) == trainer.fit_loop.epoch_loop._batches_that_stepped == 0
     progress = trainer.fit_loop.epoch_loop.batch_progress
     assert progress.is_last_batch is False
     assert list(inspect.signature(trainer.fit_loop.update_restart_stage).parameters) == []
@@ -163,6 +164,10 @@ def test_where_lightning_keeps_the_state_of_post_local_sgd() -> None:
     state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=1)  # type: ignore[no-untyped-call]
     assert _compat.averages_models(DDPStrategy(ddp_comm_state=state))
     assert not _compat.averages_models(DDPStrategy())
+    assert _compat.averages_models(CustomDDPStrategy(comm_hook="diloco"))
+    assert not _compat.averages_models(CustomDDPStrategy(comm_hook="bf16"))
+    assert _compat.runs_bare_hook(DDPStrategy(ddp_comm_hook=print))
+    assert not _compat.runs_bare_hook(DDPStrategy())
 
 
 @ranks(1)
@@ -177,6 +182,8 @@ def test_ddps_private_names() -> None:
     assert callable(dist._compute_bucket_assignment_by_size)
     assert dist.distributed_c10d._get_default_store() is _compat.default_store()
     assert {device.type for device in _compat.default_group()._device_types} >= {"cpu"}
+    assert model._static_graph_delay_allreduce_enqueued is False
+    assert model.require_forward_param_sync is True
     for name in ("reducer", "logger", "bucket_bytes_cap", "bucket_bytes_cap_default", "broadcast_buffers"):
         assert hasattr(model, name), name
 

@@ -405,7 +405,7 @@ HEALTHY: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "clipping": ("plain", {}, {"gradient_clip_val": 0.1}),
     "views": ("plain", {"gradient_as_bucket_view": True}, {}),
     "no broadcasts": ("plain", {"broadcast_buffers": False}, {}),
-    **{f"hook {name}": ("plain", {"comm_hook": name}, {}) for name in HOOKS},
+    **{f"hook {name}": ("plain", {"comm_hook": name}, {}) for name in HOOKS if not HOOKS[name]().refusal},
 }
 
 

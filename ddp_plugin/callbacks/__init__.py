@@ -2,6 +2,7 @@
 
 import lightning.pytorch as pl
 
+from ddp_plugin.callbacks.communication_monitor import CommunicationMonitor
 from ddp_plugin.callbacks.convert_sync_batchnorm import ConvertSyncBatchNorm
 from ddp_plugin.callbacks.decision_sync import DecisionSync
 from ddp_plugin.callbacks.exact_evaluation import ExactEvaluation
@@ -12,9 +13,11 @@ from ddp_plugin.callbacks.per_rank_seed import PerRankSeed
 from ddp_plugin.callbacks.replica_consistency import ReplicaConsistency
 from ddp_plugin.callbacks.sampler_epoch import SamplerEpoch
 from ddp_plugin.callbacks.scale_learning_rate import ScaleLearningRate
+from ddp_plugin.callbacks.straggler_monitor import StragglerMonitor
 from ddp_plugin.errors import explain
 
 __all__ = [
+    "CommunicationMonitor",
     "ConvertSyncBatchNorm",
     "DecisionSync",
     "ExactEvaluation",
@@ -25,6 +28,7 @@ __all__ = [
     "ReplicaConsistency",
     "SamplerEpoch",
     "ScaleLearningRate",
+    "StragglerMonitor",
     "default_callbacks",
     "log_weight",
     "normalize_gradients",

@@ -115,7 +115,7 @@ class GlobalMeanLoss(Callback):
             got = f"{name}, which accumulates by itself"
             raise TypeError(explain("a strategy whose gradients Lightning accumulates", got, "Use CustomDDPStrategy"))
         if _compat.averages_models(strategy):
-            got = f"{name} with post-local SGD, which averages weights"
+            got = f"{name} with a communication hook that averages weights in place of gradients"
             raise ValueError(explain("gradients that are means over all ranks", got, "Leave one of the two out"))
         self._group, self._trainer = group, trainer
 

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ddp_plugin import _compat
 from ddp_plugin.callbacks._shell import control_group_of
 from ddp_plugin.errors import explain
 from ddp_plugin.noise_scale import (
@@ -115,6 +116,14 @@ class GradientNoiseScale(pl.Callback):
                 )
             )
         strategy: Any = trainer.strategy
+        if _compat.averages_models(strategy):
+            raise ValueError(
+                explain(
+                    "gradients that are reduced in every step, whose norms GradientNoiseScale compares",
+                    f"{type(strategy).__name__} with a communication hook that averages weights in place of gradients",
+                    "Leave one of the two out",
+                )
+            )
         strategy.add_bucket_observer(self._norms)
         self._norms.is_listening = True
         self._group = group
@@ -139,7 +148,7 @@ class GradientNoiseScale(pl.Callback):
             sentence += f" {self.num_skipped_steps} steps were left out: unequal micro-batches or gradients that are"
             sentence += " not finite or were reduced in parts."
         hook = getattr(trainer.strategy, "comm_hook", None)
-        if hook is not None and hook.error_bound(1.0, trainer.world_size) > 0:
+        if hook is not None and not hook.is_exact:
             sentence += f" The rounding of comm_hook={hook.name!r} counts as noise."
         rank_zero_info(sentence)
 

@@ -13,7 +13,7 @@ from ddp_plugin.callbacks._shell import control_group_of
 from ddp_plugin.errors import DDPPluginError, explain
 from ddp_plugin.fingerprint import Difference, Entry, differences, digests, take_fingerprints
 from ddp_plugin.gather import broadcast_object, gather_objects
-from ddp_plugin.replica_state import KINDS, PROGRESS, TRAINABLE, replica_state
+from ddp_plugin.replica_state import KINDS, PARAMETER, PROGRESS, TRAINABLE, replica_state
 
 __all__ = ["ReplicaConsistency"]
 
@@ -35,8 +35,9 @@ class ReplicaConsistency(pl.Callback):
     that are not synchronised (``torch.nn.SyncBatchNorm`` and the layers of ``ConvertSyncBatchNorm`` are compared),
     everything inside torchmetrics objects, the states of a ``ZeroRedundancyOptimizer``, the loss that ``LBFGS``
     remembers, and what DistributedDataParallel was told to ignore. A buffer of your own that each rank updates from its
-    own batch differs until DDP's next broadcast: name it in ``ignore``, and so do for parameters that a communication
-    hook lets part on purpose (post-local SGD).
+    own batch differs until DDP's next broadcast: name it in ``ignore``, and so do for parameters that torch's
+    post-local SGD lets part. With ``comm_hook="local_sgd"`` or ``"diloco"`` a check that is due while the ranks train
+    alone waits for their next exchange, and optimizer states, which stay each rank's own, are compared at the start.
 
     Args:
         every_n_steps: optimizer steps between two checks.
@@ -69,12 +70,14 @@ class ReplicaConsistency(pl.Callback):
         self.ignore = tuple(ignore or ())
         self._group: dist.ProcessGroup | None = None
         self._num_steps = 0
+        self._is_due = False
         self._warned: set[tuple[str, str]] = set()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Finds the control group."""
         self._group = control_group_of(self, trainer)
         self._num_steps = 0
+        self._is_due = False
         self._warned.clear()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -88,7 +91,9 @@ class ReplicaConsistency(pl.Callback):
         if (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
             return
         self._num_steps += 1
-        if self._num_steps % self.every_n_steps == 0:
+        self._is_due = self._is_due or self._num_steps % self.every_n_steps == 0
+        if self._is_due and PARAMETER not in _parted(trainer):
+            self._is_due = False
             self._check(trainer, f"after {self._num_steps} steps of this run")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -110,7 +115,8 @@ class ReplicaConsistency(pl.Callback):
             {"global_step": trainer.global_step, "epoch": trainer.current_epoch},
             (*self.ignore, *getattr(trainer.strategy.model, "parameters_to_ignore", ())),
         )
-        fingerprints = take_fingerprints(entries)
+        parted = _parted(trainer)
+        fingerprints = take_fingerprints([entry for entry in entries if entry.kind not in parted])
         parts = gather_objects(list(digests(fingerprints, KINDS)), self._group)
         if all(part == parts[0] for part in parts):
             return
@@ -161,6 +167,12 @@ class ReplicaConsistency(pl.Callback):
                 raise DDPPluginError(
                     _error(f"replicas that differ {when} in what can be repaired", f"{difference.describe()} ({text})")
                 )
+
+
+def _parted(trainer: pl.Trainer) -> frozenset[str]:
+    """Returns the kinds of entries that differ between ranks now because the strategy lets them."""
+    parted: frozenset[str] = getattr(trainer.strategy, "parted", frozenset())
+    return parted
 
 
 def _error(expected: str, got: str) -> str:

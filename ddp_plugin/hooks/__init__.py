@@ -3,49 +3,94 @@
 :data:`HOOKS` is the table of all there are, by name. Without a hook DDP's own reducer runs, and that is the default.
 """
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
-from ddp_plugin.errors import explain
-from ddp_plugin.hooks._record import CommHook, HookFunction, HookState, ring_bytes
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_plugin.hooks._attached import AttachedHook, dropped, run_hook
+from ddp_plugin.hooks._contents import Contents
+from ddp_plugin.hooks._exchange import DirectExchange, Exchange
+from ddp_plugin.hooks._record import CommHook, OuterStep
+from ddp_plugin.hooks._resolve import HOOKS, HookSpec, resolve_hook
+from ddp_plugin.hooks.algorithms import butterfly, parameter_server, ring, tree
 from ddp_plugin.hooks.cast import bf16, fp16
 from ddp_plugin.hooks.exact import allreduce
+from ddp_plugin.hooks.hierarchical import hierarchical
+from ddp_plugin.hooks.noop import noop
+from ddp_plugin.hooks.periodic import Averager, diloco, local_sgd
+from ddp_plugin.hooks.powersgd import powersgd
+from ddp_plugin.hooks.quantised import fp8, int4, int8
+from ddp_plugin.hooks.topk import topk
 
-__all__ = ["HOOKS", "CommHook", "HookFunction", "HookState", "resolve_hook", "ring_bytes"]
+__all__ = [
+    "HOOKS",
+    "AttachedHook",
+    "Averager",
+    "CommHook",
+    "Contents",
+    "DirectExchange",
+    "Exchange",
+    "HookSpec",
+    "OuterStep",
+    "attach",
+    "dropped",
+    "put_to_work",
+    "resolve_hook",
+    "run_hook",
+]
 
-HOOKS: dict[str, Callable[..., CommHook]] = {"allreduce": allreduce, "fp16": fp16, "bf16": bf16}
-"""Every hook by name; each value makes the :class:`CommHook`, from that hook's options."""
+HOOKS.update(
+    {
+        "allreduce": allreduce,
+        "fp16": fp16,
+        "bf16": bf16,
+        "noop": noop,
+        "int8": int8,
+        "int4": int4,
+        "fp8": fp8,
+        "powersgd": powersgd,
+        "topk": topk,
+        "hierarchical": hierarchical,
+        "local_sgd": local_sgd,
+        "diloco": diloco,
+        "ring": ring,
+        "tree": tree,
+        "butterfly": butterfly,
+        "parameter_server": parameter_server,
+    }
+)
 
 
-def resolve_hook(spec: str | Mapping[str, Any] | CommHook) -> CommHook:
-    """Turns what a user may write for ``comm_hook`` into the hook itself.
+def attach(spec: HookSpec, model: DistributedDataParallel) -> AttachedHook:
+    """Lets a hook exchange a model's gradients, in a plain torch loop; a Trainer's strategy does so by itself.
+
+    With a hook that exchanges parameters instead, run forward and backward within ``model.no_sync()``, call
+    ``after_step()`` once after each optimizer step, and ``average()`` before an evaluation or a checkpoint.
 
     Args:
-        spec: a name in :data:`HOOKS`; a mapping ``{"name": ..., **options}``; or a :class:`CommHook`.
+        spec: as for :func:`resolve_hook`.
+        model: a wrap that has no hook yet.
 
-    Raises:
-        ValueError: no such name, or options that this hook does not have.
-        TypeError: something else entirely.
+    Returns:
+        The hook at work: save its ``state()``, and ``close()`` it at the end.
+
+    Collectives:
+        Those of :class:`AttachedHook`, on all ranks.
     """
-    if isinstance(spec, CommHook):
-        return spec
-    if isinstance(spec, str):
-        spec = {"name": spec}
-    if not isinstance(spec, Mapping):
-        raise TypeError(
-            explain(
-                "comm_hook to be a name, a mapping with a name and options, or a CommHook",
-                repr(spec),
-                "A bare hook function goes into ddp_comm_hook=, as with Lightning's DDPStrategy",
-            )
-        )
-    options = {str(key): value for key, value in spec.items()}
-    name = options.pop("name", None)
-    if name not in HOOKS:
-        raise ValueError(explain(f"comm_hook to be one of {sorted(HOOKS)}", repr(name), "Choose one of these names"))
-    try:
-        return HOOKS[name](**options)
-    except TypeError as error:
-        raise ValueError(
-            explain(f"options that comm_hook={name!r} has", f"{sorted(options)} ({error})", "Remove the unknown ones")
-        ) from error
+    attached = put_to_work(resolve_hook(spec), model)
+    model.register_comm_hook(attached, run_hook)
+    return attached
+
+
+def put_to_work(hook: CommHook, model: DistributedDataParallel, *settings: Any) -> AttachedHook:
+    """Returns an :class:`AttachedHook`, or an :class:`Averager` for a hook that exchanges parameters.
+
+    Args:
+        hook: the record.
+        model: the wrap.
+        settings: what else an :class:`AttachedHook` takes.
+
+    Collectives:
+        Those of :class:`AttachedHook`, on all ranks.
+    """
+    return (AttachedHook if hook.outer is None else Averager)(hook, model, *settings)

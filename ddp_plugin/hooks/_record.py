@@ -1,59 +1,89 @@
-"""What a communication hook declares about itself.
+"""What a communication hook declares about itself: what it exchanges, what that costs, and how far it may be off."""
 
-This folder does not use postponed annotations: DDP compares a hook's annotations as objects, and it finds the bucket by
-the parameter's name, which must be ``bucket``.
-"""
-
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddp_plugin._compat import GradBucket
-from ddp_plugin.errors import explain
+from ddp_plugin.hooks._contents import Contents
+from ddp_plugin.hooks._exchange import Exchange
 
-__all__ = ["CommHook", "HookFunction", "HookState", "ring_bytes"]
-
-HookFunction = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
-"""DDP's own signature: ``hook(state, bucket) -> Future`` of the reduced flat gradient."""
+__all__ = ["CommHook", "OuterStep", "all_gather_bytes", "largest_magnitude", "ring_bytes"]
 
 
-@dataclass
-class HookState:
-    """What every hook needs to know about the ranks it reduces over.
+@dataclass(frozen=True)
+class OuterStep:
+    """How parameters that every rank has trained alone for some steps become one model again.
+
+    With ``learning_rate=1`` and ``momentum=0`` it is the mean of the ranks' parameters.
 
     Attributes:
-        process_group: the group that carries the gradient; its size is the divisor of the mean.
+        period: optimizer steps from one exchange to the next.
+        learning_rate: of the outer SGD; its gradient is the last exchanged parameters minus the mean of the ranks' own.
+        momentum: of the outer SGD.
+        nesterov: whether its momentum is Nesterov's.
     """
 
-    process_group: dist.ProcessGroup
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the group."""
-        return self.process_group.size()
+    period: int
+    learning_rate: float = 1.0
+    momentum: float = 0.0
+    nesterov: bool = False
 
 
 @dataclass(frozen=True)
 class CommHook:
-    """One way to turn the ranks' gradients into their mean, with what it costs and how far it may be off.
+    """One way to keep the ranks' models the same, with what it costs and how far it may be off.
 
     Attributes:
         name: key in :data:`ddp_plugin.hooks.HOOKS`, or any label for a hook of your own.
-        function: called by DDP for each bucket; must return at once, with a future of the mean gradient.
-        wire_bytes: ``(num_elements, element_size_bytes, world_size) -> bytes`` that one rank sends per bucket.
-        error_bound: ``(largest, world_size) -> bound`` on ``|result - mean|`` in one element, from rounding on the wire
-            alone, where ``largest`` is the largest magnitude of that element over the ranks. Overflow is not rounding.
-        make_state: builds the first argument of ``function`` from the gradient's process group.
+        make_exchange: builds the exchange over the ranks of a group; called once for each model, on every rank.
+        wire_bytes: ``(contents, world_size, rank) -> bytes`` that one rank sends in one exchange of what ``contents``
+            describes, after ``start_step``. For ``outer``, ``contents`` are all parameters.
+        error_bound: ``(gradients, contents) -> bounds``, both of shape ``(world_size or 1, num_elements)``, the first
+            row the first rank's gradient: the bound on ``|result - mean|`` in each element, in one exchange that begins
+            without residuals, for finite gradients whose sum does not overflow the wire's dtype; float64.
+        is_exact: whether its result is the mean up to the order of additions.
+        is_direct: whether a model's gradient takes one collective that DDP can wait for as it is; everything else runs
+            in a lane, on a group of its own.
+        outer: for a hook that exchanges parameters every few steps, and no gradients: how; else ``None``.
+        start_step: number of first exchanges of each parameter that are exact.
+        needs_matrices: whether it looks at whole parameters; another hook may divide a bucket only between them then.
+        exchanges_nothing: whether the ranks never meet, so that nothing about them is the same.
+        refusal: why this hook must not train, in words; ``None`` where it may.
+        options: the options that it was made with, for messages and checkpoints.
     """
 
     name: str
-    function: HookFunction
-    wire_bytes: Callable[[int, int, int], int]
-    error_bound: Callable[[float, int], float]
-    make_state: Callable[[dist.ProcessGroup], Any] = HookState
+    make_exchange: Callable[[dist.ProcessGroup], Exchange]
+    wire_bytes: Callable[[Contents, int, int], int]
+    error_bound: Callable[[torch.Tensor, Contents], torch.Tensor]
+    is_exact: bool = False
+    is_direct: bool = False
+    outer: OuterStep | None = None
+    start_step: int = 0
+    needs_matrices: bool = False
+    exchanges_nothing: bool = False
+    refusal: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def synchronises(self) -> str:
+        """What it keeps the same on all ranks: ``"gradients"`` in each step, ``"parameters"`` now and then, or
+        ``"nothing"``."""
+        if self.exchanges_nothing:
+            return "nothing"
+        return "gradients" if self.outer is None else "parameters"
+
+    @property
+    def period(self) -> int:
+        """Optimizer steps from one exchange to the next."""
+        return 1 if self.outer is None else self.outer.period
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
+        return f"{self.name}({options})"
 
 
 def ring_bytes(num_elements: int, element_size_bytes: int, world_size: int) -> int:
@@ -74,19 +104,16 @@ def ring_bytes(num_elements: int, element_size_bytes: int, world_size: int) -> i
     return -(-total // world_size)
 
 
-def require_dense(bucket: GradBucket, hook_name: str) -> torch.Tensor:
-    """Returns the bucket's flat gradient, or raises if it cannot be cast; complex ones reach a hook as real views.
+def all_gather_bytes(num_bytes: int, world_size: int) -> int:
+    """Bytes that one rank sends in a ring all-gather: its own part and those of all others but one, passed on.
 
-    Raises:
-        TypeError: the gradient is sparse.
+    Args:
+        num_bytes: bytes that one rank contributes.
+        world_size: number of ranks.
     """
-    gradient = bucket.buffer()
-    if gradient.is_sparse:
-        raise TypeError(
-            explain(
-                f"dense gradients for comm_hook={hook_name!r}",
-                "a sparse gradient",
-                "Use comm_hook='allreduce' or comm_hook=None for this model",
-            )
-        )
-    return gradient
+    return (world_size - 1) * num_bytes
+
+
+def largest_magnitude(gradients: torch.Tensor) -> torch.Tensor:
+    """Returns each element's largest magnitude over the ranks: ``(world_size, n)`` to ``(1, n)``, in float64."""
+    return gradients.to(torch.float64).abs().amax(dim=0, keepdim=True)

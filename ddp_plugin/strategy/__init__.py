@@ -1,8 +1,8 @@
 """The strategy: Lightning's DDPStrategy with the parts above put in its seams.
 
 Each file adds one thing to the class before it: ``group`` the process group, ``reductions`` what ranks bring to a
-collective, ``wrapping`` the wrap that follows the model, ``logical`` steps that do not depend on the number of
-processes; ``custom`` is what a person writes.
+collective, ``wrapping`` the wrap that follows the model, ``averaging`` ranks that train alone and meet, ``logical``
+steps that do not depend on the number of processes; ``custom`` is what a person writes.
 """
 
 from ddp_plugin.strategy.custom import CustomDDPStrategy, DataLoaderTransform, register_strategies

@@ -127,6 +127,8 @@ class CustomDDPStrategy(LogicalShards):
         given = {name: value for name, value in (named | ddp_kwargs).items() if value is not None}
         check_ddp_arguments(given, also_known=inspect.signature(CustomDDPStrategy).parameters)
         self._comm_hook = resolve_hook(comm_hook) if comm_hook is not None else None
+        if self._comm_hook is not None and self._comm_hook.refusal is not None:
+            raise ValueError(self._comm_hook.refusal)
         self._nccl = nccl
         lightning_hook = {
             "ddp_comm_hook": ddp_comm_hook,

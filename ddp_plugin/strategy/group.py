@@ -49,7 +49,7 @@ class OwnGroup(DDPStrategy):
                         "Remove nccl= here",
                     )
                 )
-            options["pg_options"] = process_group.nccl_process_group_options(self._nccl, self._timeout)
+            options["pg_options"] = self._nccl_group_options()
         existed = dist.is_initialized()
         _compat.init_process_group(self.cluster_environment, backend, **options)
         process_group.destroy_at_exit()
@@ -62,3 +62,7 @@ class OwnGroup(DDPStrategy):
             )
             rank_zero_warn(f"{whose}: {difference}.")
         process_group.control_group(self._timeout)
+
+    def _nccl_group_options(self) -> Any:
+        """Returns the options for another NCCL group, or ``None`` where none were asked for."""
+        return None if self._nccl is None else process_group.nccl_process_group_options(self._nccl, self._timeout)

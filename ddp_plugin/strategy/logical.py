@@ -12,14 +12,14 @@ from torch.optim import Optimizer
 
 from ddp_plugin.errors import explain
 from ddp_plugin.logical_shards import num_micro_batches, refuse_layers
-from ddp_plugin.strategy.wrapping import FollowingWrap
+from ddp_plugin.strategy.averaging import AveragedReplicas
 from ddp_plugin.tree_exchange import ShardedGradient, broadcast_module
 from ddp_plugin.wrapping.arguments import BucketObserver
 
 __all__ = ["LogicalShards"]
 
 
-class LogicalShards(FollowingWrap):
+class LogicalShards(AveragedReplicas):
     """With ``logical_shards`` nothing is wrapped: gradients are summed here, in one tree over the shards."""
 
     _logical_shards: int | None = None
@@ -88,7 +88,7 @@ class LogicalShards(FollowingWrap):
         broadcast_module(self.lightning_module)
 
     def add_bucket_observer(self, observer: BucketObserver) -> None:
-        """Lets ``observer`` see each gradient bucket; see :class:`FollowingWrap`.
+        """Lets ``observer`` see each gradient bucket; see :class:`AveragedReplicas`.
 
         Raises:
             ValueError: with ``logical_shards``, where there are no buckets.
@@ -146,7 +146,7 @@ class LogicalShards(FollowingWrap):
         """Runs the backward; with logical shards, that of ``loss / shards`` whatever the number of processes.
 
         Collectives:
-            With logical shards none; else see :class:`FollowingWrap`.
+            With logical shards none; else see :class:`AveragedReplicas`.
         """
         if self._sharded_gradient is not None:
             closure_loss = closure_loss / self.world_size  # Lightning has divided by the number of micro-batches

@@ -7,15 +7,16 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
-from ddp_plugin import _compat
+from ddp_plugin import _compat, process_group
 from ddp_plugin.errors import DDPPluginError, explain
-from ddp_plugin.hooks import HOOKS, CommHook
+from ddp_plugin.hooks import HOOKS, AttachedHook, CommHook, dropped, put_to_work, run_hook
 from ddp_plugin.strategy.reductions import MatchedReductions
 from ddp_plugin.wrapping.arguments import BucketObserver, no_sync, observed
 from ddp_plugin.wrapping.buckets import LayoutKeeper
@@ -40,10 +41,12 @@ class FollowingWrap(MatchedReductions):
     """Wraps the model, wraps it again when other parameters are trainable, and names parameters in errors."""
 
     _comm_hook: CommHook | None = None
+    _attached_hook: AttachedHook | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._bucket_observers: list[BucketObserver] = []
+        self._saved_hook: dict[str, Any] | None = None  # of a checkpoint, until a hook takes it
         self._layout = LayoutKeeper(bool(kwargs.get("find_unused_parameters")))
         self._hook_is_registered = False
         self._first_backward_done = False
@@ -53,6 +56,7 @@ class FollowingWrap(MatchedReductions):
 
     def setup(self, trainer: Any) -> None:
         """Wraps the model, and lets the first training batch compare what is trainable."""
+        self._attached_hook = None
         super().setup(trainer)
         self._epoch_of_agreement = None
 
@@ -60,6 +64,11 @@ class FollowingWrap(MatchedReductions):
     def comm_hook(self) -> CommHook | None:
         """The hook that was asked for by ``comm_hook``, or ``None`` where DDP's own reducer runs."""
         return self._comm_hook
+
+    @property
+    def _averages_parameters(self) -> bool:
+        """Whether the ranks train alone, and exchange parameters now and then in place of gradients."""
+        return self._comm_hook is not None and self._comm_hook.outer is not None
 
     def add_bucket_observer(self, observer: BucketObserver) -> None:
         """Lets ``observer`` see each gradient bucket before and after its reduction.
@@ -87,19 +96,40 @@ class FollowingWrap(MatchedReductions):
     def _register_ddp_hooks(self) -> None:
         """Registers a hook only if a hook or an observer was asked for, on every device type."""
         assert isinstance(self.model, DistributedDataParallel)
-        hook = self._comm_hook
+        function: Callable[..., Any]
+        if self._comm_hook is None and self._saved_hook is not None:
+            if loss := dropped(self._saved_hook, None):
+                rank_zero_warn(loss)
+            self._saved_hook = None
         if self._ddp_comm_hook is not None:
-            function = self._ddp_comm_hook
+            function, state = self._ddp_comm_hook, self._ddp_comm_state
             if self._ddp_comm_wrapper is not None:
                 function = self._ddp_comm_wrapper(function)
-            state = self._ddp_comm_state
-        elif hook is not None or self._bucket_observers:
-            hook = hook or HOOKS["allreduce"]()
-            function, state = hook.function, hook.make_state(self.model.process_group)
+        elif self._comm_hook is not None or self._bucket_observers:
+            function, state = run_hook, self._attach_hook(self.model)
         else:
             return
         self.model.register_comm_hook(state, observed(function, self._bucket_observers))
         self._hook_is_registered = True
+
+    def _attach_hook(self, model: DistributedDataParallel) -> AttachedHook:
+        """Returns the hook at work: the one that the wrap before had, so that nothing it remembers is lost."""
+        if self._attached_hook is None:
+            hook = self._comm_hook or HOOKS["allreduce"]()
+            group = None if hook.is_direct else self._make_exchange_group(model.process_group)
+            self._attached_hook = put_to_work(hook, model, group, self._loss_scale)
+            if self._saved_hook is not None and (loss := self._attached_hook.load(self._saved_hook)):
+                rank_zero_warn(loss)
+            self._saved_hook = None
+        else:
+            self._attached_hook.follow(model)
+        return self._attached_hook
+
+    def _make_exchange_group(self, beside: dist.ProcessGroup) -> dist.ProcessGroup:
+        return process_group.exchange_group(beside, self._nccl_group_options())
+
+    def _loss_scale(self) -> Tensor | None:
+        return _compat.loss_scale(getattr(self.precision_plugin, "scaler", None))
 
     # ------------------------------------------------------------------------------------------------------ one step
 
@@ -171,7 +201,8 @@ class FollowingWrap(MatchedReductions):
     ) -> Any:
         """Runs the closure and the step; in manual optimization, after a look whether the reduction is complete.
 
-        LBFGS decides by the loss how far to go and when to end, so it is given the mean of the ranks' losses.
+        LBFGS decides by the loss how far to go and when to end, so it is given the mean of the ranks' losses; not so
+        where the ranks train alone.
 
         Raises:
             DDPPluginError: a parameter got no gradient; it is named.
@@ -180,7 +211,7 @@ class FollowingWrap(MatchedReductions):
             Those of the closure; for LBFGS, one :meth:`reduce` more each time.
         """
         module = self.lightning_module
-        if isinstance(optimizer, LBFGS) and self.world_size > 1:
+        if isinstance(optimizer, LBFGS) and self.world_size > 1 and not self._averages_parameters:
             closure = functools.partial(self._mean_loss, closure)
         if isinstance(self.model, DistributedDataParallel) and module is not None and not module.automatic_optimization:
             with self._parameter_errors():  # several backwards may make one reduction here, but now it has to be one
@@ -192,6 +223,8 @@ class FollowingWrap(MatchedReductions):
         if isinstance(self.model, DistributedDataParallel) and self._trainable is not None:
             self._layout.end(self.model, self._trainable)
         self._trainable = None
+        if self._attached_hook is not None:
+            self._attached_hook.close()  # it is kept for a checkpoint that is written after the run
         super().teardown()
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
@@ -278,18 +311,22 @@ class FollowingWrap(MatchedReductions):
     # ---------------------------------------------------------------------------------------------------- checkpoint
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Saves a checkpoint; one of a training run also keeps the layout of its gradient buckets.
+        """Saves a checkpoint; one of a training run also keeps its bucket layout and what its hook remembers.
 
         Collectives:
-            Those of DDP's own rebuilding of its buckets on every rank, when it is due.
+            Those of DDP's own rebuilding of its buckets, when it is due, and of the hook's
+            :meth:`~ddp_plugin.hooks.AttachedHook.state`, on every rank.
         """
         if "optimizer_states" in checkpoint:  # of a run, not of weights alone
             model = self.model if isinstance(self.model, DistributedDataParallel) else None
             self._layout.save(checkpoint, model, self._trainable)
+            if self._attached_hook is not None and (state := self._attached_hook.state()) is not None:
+                checkpoint.setdefault("ddp_plugin", {})["comm_hook"] = state
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Loads a checkpoint; the wrap that follows begins with the bucket layout of the run that saved it."""
+        """Loads a checkpoint; the wrap that follows begins with the buckets and the hook's state of the run before."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._layout.load(checkpoint)
+        self._saved_hook = checkpoint.get("ddp_plugin", {}).get("comm_hook")
         return checkpoint

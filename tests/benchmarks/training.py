@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddp_plugin import CustomDDPStrategy, PerRankSeed, default_callbacks
 from ddp_plugin.batchnorm import convert_batchnorm
-from ddp_plugin.hooks import HOOKS
+from ddp_plugin.hooks import HOOKS, Contents
 from tests.benchmarks.models import WORKLOADS, Classifier, Workload, make_optimizer
 from tests.benchmarks.timing import Row, Times, interleaved, ratio_row
 from tests.harness import trainer
@@ -31,6 +31,7 @@ __all__ = [
     "time_steps",
 ]
 
+TRAINING_HOOKS = [name for name in HOOKS if HOOKS[name]().refusal is None]
 NUM_SKIPPED = 5  # first steps of a run: DDP rebuilds its buckets in the second, allocators warm up
 PLAIN, THEIRS, OURS = "plain torch", "Lightning's DDPStrategy", "CustomDDPStrategy"
 SEEDED, DEFAULT = "CustomDDPStrategy + PerRankSeed", "CustomDDPStrategy + default_callbacks()"
@@ -138,41 +139,44 @@ def time_hooks(workload_name: str, num_steps: int, num_rounds: int) -> tuple[Tim
     workload = WORKLOADS[workload_name]
     data = samples(workload, num_steps)
     variants = {"none": lambda: fit(workload, data, strategy=CustomDDPStrategy())[0]}
-    for name in HOOKS:
+    for name in TRAINING_HOOKS:
         variants[name] = lambda name=name: fit(workload, data, strategy=CustomDDPStrategy(comm_hook=name))[0]
     times = interleaved(variants, num_rounds)
-    buckets = _bucket_sizes(workload)
-    bytes_sent = {
-        name: sum(make().wire_bytes(count, size_bytes, dist.get_world_size()) for count, size_bytes in buckets)
-        for name, make in HOOKS.items()
-    }
+    buckets = _buckets(workload)
+    bytes_sent = {}
+    for name in TRAINING_HOOKS:
+        hook = HOOKS[name]()
+        num_bytes = sum(hook.wire_bytes(bucket, dist.get_world_size(), dist.get_rank()) for bucket in buckets)
+        bytes_sent[name] = round(num_bytes / hook.period)
     return times, bytes_sent
 
 
-def _bucket_sizes(workload: Workload) -> list[tuple[int, int]]:
-    """Returns ``(elements, bytes of one)`` of each bucket that the last of a few steps reduced."""
-    seen: dict[int, tuple[int, int]] = {}
+def _buckets(workload: Workload) -> list[Contents]:
+    """Returns what each bucket holds that the last of a few steps reduced."""
+    seen: dict[int, Contents] = {}
 
-    class Sizes:
+    class Watch:
         def before_reduction(self, bucket_index: int, gradient: Tensor, parameters: list[Tensor]) -> None:
             if bucket_index == 0:
                 seen.clear()  # buckets are rebuilt after the first step
-            seen[bucket_index] = (gradient.numel(), gradient.element_size())
+            seen[bucket_index] = Contents.of(parameters, {id(p): str(i) for i, p in enumerate(parameters)})
 
         def after_reduction(self, bucket_index: int, gradient: Tensor, parameters: list[Tensor]) -> None:
             pass
 
     strategy = CustomDDPStrategy()
-    strategy.add_bucket_observer(Sizes())
+    strategy.add_bucket_observer(Watch())
     fit(workload, samples(workload, 1), strategy=strategy)
-    assert sum(count for count, _ in seen.values()) == sum(p.numel() for p in workload.network().parameters())
+    assert sum(bucket.num_elements for bucket in seen.values()) == sum(
+        p.numel() for p in workload.network().parameters()
+    )
     return list(seen.values())
 
 
 def hook_rows(workload_name: str, times: Times, bytes_sent: dict[str, int]) -> list[Row]:
     """Returns the report of the hooks: time over no hook, and bytes on the wire as the hooks declare them."""
     section = "training step with comm_hook / without"
-    rows = [ratio_row(section, f"{workload_name}: {name}", times, name, "none") for name in HOOKS]
+    rows = [ratio_row(section, f"{workload_name}: {name}", times, name, "none") for name in TRAINING_HOOKS]
     section = "bytes that a rank sends per step (declared by the hook)"
     return rows + [Row(section, f"{workload_name}: {name}", "bytes", b, b, b) for name, b in bytes_sent.items()]
 

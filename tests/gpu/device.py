@@ -30,7 +30,7 @@ def device_trainer(**settings: Any) -> pl.Trainer:
 
     To Lightning each rank is a machine with one device, because it knows no two processes on the same card.
     """
-    os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"] = os.environ["RANK"], "0"
+    os.environ.update(GROUP_RANK=os.environ["RANK"], LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     return trainer(
         accelerator="gpu" if ON_CUDA else "cpu", devices=1, num_nodes=int(os.environ["WORLD_SIZE"]), **settings
     )

@@ -1,0 +1,352 @@
+"""Parameters instead of gradients, now and then: every rank trains alone for a period, then the ranks become one model.
+
+What travels is the outer gradient, by how much a rank's parameters have left the anchor, the last model that all ranks
+had in common. Its mean over the ranks goes through an SGD of its own: with learning rate 1 and no momentum that is the
+mean of the ranks' parameters, local SGD; with Nesterov's momentum it is DiLoCo.
+
+Reference:
+    S. U. Stich, Local SGD converges fast and communicates little, ICLR 2019; A. Douillard et al., DiLoCo: distributed
+    low-communication training of language models, 2023.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_plugin._compat import GradBucket
+from ddp_plugin.averaging import average, chunks, flatten, take_from_first_rank, unflatten
+from ddp_plugin.errors import explain
+from ddp_plugin.hooks._attached import AttachedHook
+from ddp_plugin.hooks._contents import Contents
+from ddp_plugin.hooks._feedback import working_dtype
+from ddp_plugin.hooks._record import CommHook, OuterStep
+from ddp_plugin.hooks._resolve import HookSpec, resolve_inner
+
+__all__ = ["Averager", "diloco", "local_sgd", "outer_step"]
+
+
+def outer_step(anchor: Tensor, gradient: Tensor, momentum: Tensor | None, outer: OuterStep) -> None:
+    """Makes one step of the outer SGD, as :class:`torch.optim.SGD` would.
+
+    Args:
+        anchor: the parameters, any shape; overwritten.
+        gradient: the mean outer gradient, same shape.
+        momentum: what the last steps left, same shape, zero before the first; overwritten. ``None`` without momentum.
+        outer: learning rate and momentum.
+    """
+    if momentum is not None:
+        momentum.mul_(outer.momentum).add_(gradient)
+        gradient = gradient.add(momentum, alpha=outer.momentum) if outer.nesterov else momentum
+    anchor.add_(gradient, alpha=-outer.learning_rate)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Parameters that are exchanged in one go.
+
+    Attributes:
+        parameters: of one dtype and device.
+        contents: what lies behind one another in the flat tensors.
+        anchor: the last common values, flat, in fp32 at least.
+        momentum: the outer SGD's, alike; ``None`` without momentum.
+    """
+
+    parameters: list[Tensor]
+    contents: Contents
+    anchor: Tensor
+    momentum: Tensor | None
+
+    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        return {name: view.detach().cpu().clone() for name, view in self.contents.split(flat)}
+
+
+class Averager(AttachedHook):
+    """A hook at work that leaves gradients alone, and exchanges the trainable parameters once a period.
+
+    Floating buffers, such as BatchNorm's statistics, become their mean at each exchange, other buffers those of the
+    first rank; not so where the wrap has ``broadcast_buffers=False``, by which each rank keeps its own.
+
+    It blocks while it exchanges, 32 MiB at a time or one parameter, and holds one copy of the trainable parameters, two
+    with momentum, in fp32 at least.
+
+    Args:
+        hook: a record with an outer step.
+        model: the wrap, all ranks' parameters being equal.
+        group: as for :class:`AttachedHook`.
+        loss_scale: not used; gradients stay each rank's own.
+
+    Collectives:
+        As for :class:`AttachedHook`.
+    """
+
+    def __init__(
+        self,
+        hook: CommHook,
+        model: DistributedDataParallel,
+        group: dist.ProcessGroup | None = None,
+        loss_scale: Callable[[], Tensor | None] = lambda: None,
+    ) -> None:
+        assert hook.outer is not None
+        self.outer = hook.outer
+        self._pieces: list[_Piece] = []
+        self._buffers: list[Tensor] = []
+        super().__init__(hook, model, group, loss_scale)
+
+    # ------------------------------------------------------------------------------------------------ the parameters
+
+    def follow(self, model: DistributedDataParallel) -> None:
+        """Goes on with another wrap; parameters that are new to it begin with their values of now.
+
+        Collectives:
+            None.
+        """
+        super().follow(model)
+        known = {id(parameter): values for parameter, *values in self._walk()}
+        ignored = set(model.parameters_to_ignore)
+        parameters = [p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
+        buffers = model.module.named_buffers() if model.broadcast_buffers else ()
+        self._buffers = [buffer for name, buffer in buffers if name not in ignored]
+        self._pieces = []
+        for positions in chunks(parameters):
+            chunk: list[Tensor] = [parameters[position] for position in positions]
+            contents = Contents.of(chunk, self._names)
+            contents = replace(contents, dtype=working_dtype(contents.dtype))
+            anchor = flatten(chunk, contents.dtype)
+            momentum = torch.zeros_like(anchor) if self.outer.momentum else None
+            piece = _Piece(chunk, contents, anchor, momentum)
+            self._pieces.append(piece)
+            for parameter, *views in self._walk([piece]):
+                for view, before in zip(views, known.get(id(parameter), ()), strict=False):
+                    if view is not None and before is not None:
+                        view.copy_(before)
+
+    def _walk(self, pieces: "list[_Piece] | None" = None) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        """Returns each parameter with the views of its anchor and its momentum."""
+        found: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        for piece in self._pieces if pieces is None else pieces:
+            anchors = [view for _, view in piece.contents.split(piece.anchor)]
+            momenta: list[Tensor | None] = [None] * len(anchors)
+            if piece.momentum is not None:
+                momenta = [view for _, view in piece.contents.split(piece.momentum)]
+            found += zip(piece.parameters, anchors, momenta, strict=True)
+        return found
+
+    def take_anchor(self) -> None:
+        """Begins with the parameters as they are now, the same on all ranks; for values that were set after the wrap.
+
+        Collectives:
+            None.
+        """
+        for piece in self._pieces:
+            piece.anchor.copy_(flatten(piece.parameters, piece.anchor.dtype))
+
+    # ---------------------------------------------------------------------------------------------------- the steps
+
+    def reduce(self, bucket: GradBucket) -> "torch.futures.Future[Tensor]":
+        """Gives a bucket back as it is; within ``model.no_sync()`` DDP does not even ask.
+
+        Collectives:
+            None.
+        """
+        device = bucket.buffer().device
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=None if device.type == "cpu" else [device])
+        done.set_result(bucket.buffer())
+        return done
+
+    @property
+    def num_steps(self) -> int:
+        """How many optimizer steps were made."""
+        return self._num_steps
+
+    @property
+    def exchanges_next(self) -> bool:
+        """Whether the next :meth:`after_step` exchanges."""
+        return (self._num_steps + 1) % self.outer.period == 0
+
+    def after_step(self) -> None:
+        """Counts an optimizer step; at the end of a period the ranks become one model.
+
+        Call it once for each step of the training, also where several optimizers make it, on all ranks equally often.
+
+        Collectives:
+            At the end of a period, on every rank: the exchanges of all pieces; for buffers, all-reduces and broadcasts.
+        """
+        self._num_steps += 1
+        if self._num_steps % self.outer.period == 0:
+            self._exchange_parameters()
+
+    @torch.no_grad()
+    def _exchange_parameters(self) -> None:
+        self._average_buffers()
+        is_alone = self._exchange.world_size == 1
+        if is_alone and self.outer.learning_rate == 1 and not self.outer.momentum:
+            return  # its mean is what it has, without the rounding of a difference
+        is_exact = self._num_steps <= self.hook.start_step * self.outer.period
+        exchange = self._exact if is_exact else self._exchange
+        for piece in self._pieces:
+            gradient = flatten(piece.parameters, piece.anchor.dtype).sub_(piece.anchor).neg_()
+            self._exchange_in_lane(exchange, gradient, piece.contents, None)
+            outer_step(piece.anchor, gradient, piece.momentum, self.outer)
+            unflatten(piece.anchor, piece.parameters)
+
+    def average(self) -> None:
+        """Makes the ranks one model by the plain mean, such as before an evaluation; the period goes on as it was.
+
+        Anchor, momentum and the count of steps stay, so the next exchange goes from the same anchor.
+
+        Collectives:
+            All-reduces of the trainable parameters and of floating buffers, broadcasts of other buffers, on every rank.
+        """
+        average([parameter for piece in self._pieces for parameter in piece.parameters], self.group)
+        self._average_buffers()
+
+    def _average_buffers(self) -> None:
+        is_mean = [buffer.is_floating_point() or buffer.is_complex() for buffer in self._buffers]
+        average([b for b, floats in zip(self._buffers, is_mean, strict=True) if floats], self.group)
+        take_from_first_rank([b for b, floats in zip(self._buffers, is_mean, strict=True) if not floats], self.group)
+
+    # ---------------------------------------------------------------------------------------------------- checkpoint
+
+    def state(self) -> dict[str, Any]:
+        """Returns what the next run needs to go on: see :meth:`AttachedHook.state`.
+
+        Collectives:
+            As for :meth:`AttachedHook.state`.
+        """
+        left_out = self._residuals.share(self.group)
+        anchor, momentum = {}, {}
+        for piece in self._pieces:
+            anchor.update(piece.by_name(piece.anchor))
+            if piece.momentum is not None:
+                momentum.update(piece.by_name(piece.momentum))
+        return {
+            "name": self.hook.name,
+            "between": self.hook.options.get("between"),
+            "num_steps": self._num_steps,
+            "residuals": {},  # of gradients, for a run whose hook exchanges those
+            "exchange": self._exchange.state(),
+            "anchor": anchor,
+            "momentum": momentum,
+            "parameter_residuals": left_out,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> str | None:
+        """Takes back a state, also one with another outer step; see :meth:`AttachedHook.load`.
+
+        A run that exchanged gradients has no anchor: the parameters that it left are the anchor then.
+
+        Collectives:
+            None.
+        """
+        if "anchor" not in state:
+            if not state["residuals"]:
+                return None
+            return (
+                f"the checkpoint was written with comm_hook={state['name']!r}; the gradient that it had left out for "
+                f"later is dropped, because comm_hook={self.hook.name!r} exchanges parameters"
+            )
+        self._num_steps = int(state["num_steps"])
+        names = [name for piece in self._pieces for name in piece.contents.names]
+        for name, (_, *views) in zip(names, self._walk(), strict=True):
+            for view, saved in zip(views, (state["anchor"], state["momentum"]), strict=True):
+                if view is not None and name in saved and saved[name].shape == view.shape:
+                    view.copy_(saved[name])
+        if state["between"] == self.hook.options.get("between"):
+            self._exchange.load(state["exchange"])
+        if self._exchange.leaves_error:
+            self._residuals.load(state["parameter_residuals"])
+        elif state["parameter_residuals"]:
+            return (
+                f"the checkpoint was written with between={state['between']!r}; what it had left out for later is "
+                f"dropped, because {self.hook.options.get('between')!r} has no error feedback"
+            )
+        return None
+
+
+# ------------------------------------------------------------------------------------------------------- the records
+
+
+def local_sgd(period: int = 8, between: HookSpec = "allreduce") -> CommHook:
+    """Local SGD: every rank trains alone for a period, then the parameters become their mean.
+
+    Communication falls to ``1 / period`` of one parameter's size a step. Clipping, learning rates and what an optimizer
+    remembers are each rank's own in between, so it is another algorithm than data parallel training, not a faster way
+    to the same numbers; with a period of 1 and an SGD without momentum and clipping it is the same.
+
+    Args:
+        period: optimizer steps from one exchange to the next.
+        between: the hook by which the ranks exchange, as for ``comm_hook``; what it leaves out is sent the next time.
+
+    Raises:
+        ValueError: an option out of its range.
+
+    Collectives:
+        None for a gradient. Every ``period`` steps those of ``between``, and the means of the buffers, all ranks.
+    """
+    return _record("local_sgd", OuterStep(_checked_period(period)), between, {"period": period})
+
+
+def diloco(
+    period: int = 500,
+    learning_rate: float = 0.7,
+    momentum: float = 0.9,
+    nesterov: bool = True,
+    between: HookSpec = "allreduce",
+) -> CommHook:
+    """DiLoCo: local training, and Nesterov's momentum over the exchanges.
+
+    The defaults are the paper's, for language models whose inner optimizer is AdamW and whose run has many periods;
+    the outer learning rate wants tuning as any other. See :func:`local_sgd` for what is each rank's own.
+
+    Args:
+        period: optimizer steps from one exchange to the next.
+        learning_rate: of the outer SGD.
+        momentum: of the outer SGD.
+        nesterov: whether it is Nesterov's.
+        between: the hook by which the ranks exchange, as for ``comm_hook``; what it leaves out is sent the next time.
+
+    Raises:
+        ValueError: an option out of its range.
+
+    Collectives:
+        None for a gradient. Every ``period`` steps those of ``between``, and the means of the buffers, all ranks.
+    """
+    if not 0 < learning_rate < math.inf:
+        raise ValueError(explain("an outer learning_rate above 0", repr(learning_rate), "0.7 is the default"))
+    if not 0 <= momentum < 1:
+        raise ValueError(explain("an outer momentum of at least 0 and below 1", repr(momentum), "0.9 is the default"))
+    if nesterov and not momentum:
+        raise ValueError(explain("a momentum above 0 beside nesterov=True", repr(momentum), "Set nesterov=False"))
+    outer = OuterStep(_checked_period(period), float(learning_rate), float(momentum), bool(nesterov))
+    options = {"period": period, "learning_rate": learning_rate, "momentum": momentum, "nesterov": nesterov}
+    return _record("diloco", outer, between, options)
+
+
+def _checked_period(period: int) -> int:
+    if isinstance(period, bool) or not isinstance(period, int) or period < 1:
+        raise ValueError(explain("period to be an integer of at least 1", repr(period), "Count optimizer steps"))
+    return period
+
+
+def _record(name: str, outer: OuterStep, between: HookSpec, options: Mapping[str, Any]) -> CommHook:
+    inner = resolve_inner(between, name)
+
+    def wire_bytes(contents: Contents, world_size: int, rank: int) -> int:
+        exchanged = replace(contents, dtype=working_dtype(contents.dtype))
+        return inner.wire_bytes(exchanged, world_size, rank)
+
+    return replace(
+        inner,
+        name=name,
+        wire_bytes=wire_bytes,
+        is_exact=False,  # what every rank trains alone in between is no one process's training
+        is_direct=False,
+        outer=outer,
+        options={**options, "between": str(inner)},
+    )

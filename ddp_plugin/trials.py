@@ -1,0 +1,303 @@
+"""Short trial runs of somebody else's training, timed, that leave everything of theirs as it was."""
+
+import copy
+import gc
+import logging
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ddp_plugin.errors import DDPPluginError, explain
+from ddp_plugin.streams import StreamStates
+
+__all__ = ["SET_BY_TRIALS", "StepClock", "TrialRun", "borrowed", "fresh_copy", "fresh_loaders", "untouched_process"]
+
+_MAX_STEPS = 1_000_000  # never reached: a finite number for schedules that ask how long the run will be
+SET_BY_TRIALS: dict[str, Any] = {
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+    "max_steps": _MAX_STEPS,
+    "max_epochs": None,
+    "min_steps": None,
+    "min_epochs": None,
+    "max_time": None,
+    "fast_dev_run": False,
+    "overfit_batches": 0.0,
+    "limit_train_batches": None,
+    "logger": None,
+    "default_root_dir": None,
+    "profiler": None,
+}
+"""Arguments of the Trainer that a trial run decides on; ``None``: for each run."""
+
+
+class StepClock(pl.Callback):
+    """Times a window of training batches, and ends the run behind it.
+
+    The device is synchronised at both ends of the window and at the ends of epochs inside it, never in a step. What
+    lies between two epochs does not count.
+
+    Args:
+        num_warmup_batches: batches before the window.
+        num_batches: batches in the window.
+    """
+
+    def __init__(self, num_warmup_batches: int, num_batches: int) -> None:
+        self._first, self._last = num_warmup_batches, num_warmup_batches + num_batches
+        self._num_done = 0
+        self._since_s: float | None = None
+        self._elapsed_s = 0.0
+
+    @property
+    def elapsed_s(self) -> float | None:
+        """Seconds that the window took; ``None`` before its end."""
+        return self._elapsed_s if self._num_done >= self._last else None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Lets schedulers that wait for a metric of an evaluation wait: a trial has no evaluation."""
+        for config in trainer.lr_scheduler_configs:
+            config.strict = False
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Starts the clock again in a new epoch."""
+        if self._since_s is None and self._num_done >= self._first:
+            self._since_s = _now_s(trainer)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts, and starts and stops the clock at the ends of the window."""
+        self._num_done += 1
+        if self._num_done == self._first:
+            self._since_s = _now_s(trainer)
+        elif self._num_done == self._last:
+            self._stop(trainer)
+        if self._num_done >= self._last:
+            trainer.should_stop = True
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stops the clock until the next epoch's first batch."""
+        if self._num_done < self._last:
+            self._stop(trainer)
+
+    def _stop(self, trainer: pl.Trainer) -> None:
+        if self._since_s is not None:
+            self._elapsed_s += _now_s(trainer) - self._since_s
+            self._since_s = None
+
+
+def _now_s(trainer: pl.Trainer) -> float:
+    device = trainer.strategy.root_device
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize(device)
+    return time.perf_counter()
+
+
+# -------------------------------------------------------------------------------------------------- the user's objects
+
+
+@contextmanager
+def borrowed(model: pl.LightningModule) -> Iterator[pl.LightningModule]:
+    """Lends a module to a trial: a deep copy, or, where it has none, the module itself, put back at the end.
+
+    Put back are parameters (with their gradients and ``requires_grad``), buffers, submodules, hooks, training modes and
+    what attributes refer to; an object that an attribute refers to is not.
+    """
+    try:
+        copied = fresh_copy(model)
+    except Exception:  # anything at all may lie in a module
+        with _put_back(model):
+            yield model
+    else:
+        yield copied
+
+
+def fresh_copy(model: pl.LightningModule) -> pl.LightningModule:
+    """Returns a deep copy of a module, without the Trainer that it may be attached to."""
+    left_out: dict[int, Any] = {}
+    with suppress(RuntimeError):  # it has no Trainer
+        left_out[id(model.trainer)] = None
+    return copy.deepcopy(model, left_out)
+
+
+@contextmanager
+def _put_back(model: nn.Module) -> Iterator[None]:
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    tensors = [(tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in (*parameters, *buffers)]
+    attributes = [(module, {k: _shallow(v) for k, v in vars(module).items()}) for module in model.modules()]
+    try:
+        for tensor, data, _, _ in tensors:
+            tensor.data, tensor.grad = data.clone(), None
+        yield
+    finally:
+        for module, before in attributes:
+            vars(module).clear()
+            vars(module).update(before)
+        for tensor, data, grad, requires_grad in tensors:
+            tensor.grad = None  # of another device or shape, perhaps
+            tensor.data, tensor.requires_grad = data, requires_grad
+            tensor.grad = grad
+
+
+def _shallow(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, (dict, list, set)) else value
+
+
+def fresh_loaders(loaders: Any) -> Any:
+    """Returns loaders that share the datasets of the given ones and have samplers and generators of their own.
+
+    Raises:
+        TypeError: they can be iterated once only, or a sampler has no copy.
+    """
+    leaves = CombinedLoader(loaders).flattened if not isinstance(loaders, CombinedLoader) else loaders.flattened
+    shared: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Iterator) and not hasattr(leaf, "__len__"):
+            raise TypeError(
+                explain("a loader that can be iterated again", f"the iterator {leaf!r}", "Pass what it was made from")
+            )
+        shared += [leaf.dataset, leaf.collate_fn, leaf.worker_init_fn] if isinstance(leaf, DataLoader) else [leaf]
+    try:
+        return copy.deepcopy(loaders, {id(item): item for item in shared})
+    except Exception as error:
+        raise TypeError(
+            explain(
+                "training loaders whose samplers can be copied, so that trial runs take nothing from the real one",
+                f"{type(error).__name__}: {error}",
+                "Pass a datamodule, whose train_dataloader() makes new ones",
+            )
+        ) from error
+
+
+@contextmanager
+def untouched_process(device_type: str) -> Iterator[None]:
+    """Puts back what trial runs may change in this process: random streams, seeds, determinism, logging, warnings.
+
+    Args:
+        device_type: type of the devices that the trials run on.
+    """
+    if device_type == "cuda" and torch.cuda.is_available():
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # its streams as well
+    streams = StreamStates.capture()
+    environment = {name: os.environ.get(name) for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
+    deterministic, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    benchmark, grad_enabled = torch.backends.cudnn.benchmark, torch.is_grad_enabled()
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the real run will say the same again
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        torch.backends.cudnn.benchmark = benchmark
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.set_grad_enabled(grad_enabled)
+        for name, value in environment.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        streams.restore()
+
+
+# ------------------------------------------------------------------------------------------------------------- one run
+
+
+class TrialRun:
+    """A user's training, ready to be run for some steps with one strategy after the other.
+
+    Each run has a copy of the module, of the loaders (see :func:`fresh_loaders`) and of the callbacks, optimizers and
+    schedulers of its own, and begins where the random streams stood when this object was made.
+
+    Args:
+        model: the user's module.
+        train_dataloaders: as for ``Trainer.fit``, or ``None``.
+        datamodule: as for ``Trainer.fit``, or ``None``; runs see a shallow copy of it.
+        callbacks: callbacks that belong to a step.
+        trainer_settings: further arguments of the Trainer, none of :data:`SET_BY_TRIALS`.
+    """
+
+    def __init__(
+        self,
+        model: pl.LightningModule,
+        train_dataloaders: Any,
+        datamodule: pl.LightningDataModule | None,
+        callbacks: Sequence[pl.Callback],
+        trainer_settings: Mapping[str, Any],
+    ) -> None:
+        self.model, self.train_dataloaders, self.datamodule = model, train_dataloaders, datamodule
+        self.callbacks, self.trainer_settings = list(callbacks), dict(trainer_settings)
+
+    def make_trainer(self, strategy: Any, *callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
+        """Makes a Trainer that writes nothing."""
+        fixed = {name: value for name, value in SET_BY_TRIALS.items() if value is not None}
+        own = {
+            name: copy.deepcopy(value) if name == "plugins" else value for name, value in self.trainer_settings.items()
+        }
+        return pl.Trainer(
+            **(own | fixed | settings),
+            strategy=strategy,
+            callbacks=[*copy.deepcopy(self.callbacks), *callbacks],
+            logger=DummyLogger(),  # a module may write to self.logger.experiment
+        )
+
+    def seconds_per_step(self, strategy: Any, num_warmup_steps: int, num_steps: int) -> float:
+        """Trains for some optimizer steps; returns the seconds that one of the counted ones took on this rank.
+
+        Raises:
+            Exception: whatever the training raised.
+
+        Collectives:
+            Those of the training, on all ranks.
+        """
+        gc.collect()  # the last run's Trainer, at nobody's cost
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
+        with ExitStack() as stack:
+            stack.callback(StreamStates.capture().restore)
+            model = stack.enter_context(borrowed(self.model))
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp_plugin-tune-"))
+            num_micro_batches = self.trainer_settings.get("accumulate_grad_batches", 1)
+            num_batches = num_steps * num_micro_batches
+            clock = StepClock(num_warmup_steps * num_micro_batches, num_batches)
+            num_epochs = num_warmup_steps * num_micro_batches + num_batches  # enough if one has a single batch
+            trainer = self.make_trainer(strategy, clock, max_epochs=num_epochs, default_root_dir=folder)
+            model.configure_callbacks = list  # type: ignore[method-assign]  # they may write, or need metrics
+            if self.datamodule is not None:
+                trainer.fit(model, datamodule=copy.copy(self.datamodule))
+            elif self.train_dataloaders is not None:
+                trainer.fit(model, fresh_loaders(self.train_dataloaders))
+            else:
+                trainer.fit(model)
+        elapsed_s = clock.elapsed_s
+        if elapsed_s is None:
+            raise DDPPluginError(
+                explain(
+                    f"training data and a model that train for {num_epochs} batches in as many epochs",
+                    "a run that ended before",
+                    "Look at the loader's length, and for what sets trainer.should_stop",
+                )
+            )
+        return elapsed_s / num_steps

@@ -1,0 +1,492 @@
+"""``tune()``: settings of the strategy, chosen by short measured runs of the user's own training."""
+
+import itertools
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities import rank_zero_info
+from omegaconf import DictConfig, OmegaConf
+
+from ddp_plugin import _compat, process_group
+from ddp_plugin.config import StrategyConfig
+from ddp_plugin.errors import DDPPluginError, counted, explain
+from ddp_plugin.gather import gather_objects
+from ddp_plugin.hooks import HOOKS, CommHook, Contents, resolve_hook
+from ddp_plugin.strategy import CustomDDPStrategy
+from ddp_plugin.trials import SET_BY_TRIALS, TrialRun, untouched_process
+from ddp_plugin.tuning import MIN_ROUNDS, Candidate, Row, Spread, Tuning, candidates, fastest, is_faster, slowest
+
+__all__ = ["tune"]
+
+_MIN_WARMUP_STEPS = 3  # DDP rebuilds its buckets in the second step, with static_graph=True in the third
+_GRACE_S = 60.0  # what a rank that failed gives the others to finish or to fail as well
+_meetings = itertools.count()  # the same on all ranks
+
+
+def tune(
+    model: pl.LightningModule,
+    train_dataloaders: Any = None,
+    datamodule: pl.LightningDataModule | None = None,
+    *,
+    strategy: StrategyConfig | Mapping[str, Any] | DictConfig | None = None,
+    bucket_caps_mb: Sequence[float | None] = (None, 1, 5, 25, 50, 100),
+    comm_hooks: Sequence[str | Mapping[str, Any] | None] = (),
+    static_graph: Sequence[bool] = (),
+    gradient_as_bucket_view: Sequence[bool] = (),
+    num_steps: int = 20,
+    num_warmup_steps: int = 5,
+    num_rounds: int = 7,
+    callbacks: Sequence[pl.Callback] = (),
+    path: str | os.PathLike[str] | None = None,
+    section: str | None = None,
+    overwrite: bool = False,
+    **trainer_settings: Any,
+) -> Tuning:
+    """Measures real training steps of a model with several settings of the strategy, and chooses the fastest.
+
+    ::
+
+        tuning = tune(Model(), loader, devices=2, accelerator="cpu")
+        print(tuning)
+        trainer = L.Trainer(devices=2, accelerator="cpu", strategy=CustomDDPStrategy.from_config(tuning.config))
+
+    Each measurement is a short run of a Trainer with the model's own optimizers, precision, accumulation and data. All
+    combinations are measured in turn, ``num_rounds`` times, after one rehearsal that does not count; the time is that
+    of the slowest rank. The rule is that of :mod:`ddp_plugin.tuning`: a candidate has to be faster than the default in
+    the upper quartile of its rounds, and again in fresh rounds; otherwise the default, the given settings, is kept. A
+    candidate that fails on all ranks is left out with its reason.
+
+    Trial runs write nothing and leave nothing behind: each trains copies of the module, of the loaders and of the
+    callbacks, and random streams are put back. Not so a dataset that changes as it is read, and whatever the module
+    itself does to the world outside. ``configure_callbacks`` of the module and evaluation are left out.
+
+    It runs under every launcher of Lightning: in processes that exist (torchrun), in a script that Lightning starts
+    again on each rank (then the processes stay for the training that follows), and in spawned or forked ones, by
+    ``strategy={"start_method": "spawn"}``.
+
+    Args:
+        model: the module to be trained; its weights stay as they are.
+        train_dataloaders: as for ``Trainer.fit``; ``None`` where the module or a datamodule has them.
+        datamodule: as for ``Trainer.fit``; trial runs see a shallow copy, and ``setup`` runs in each.
+        strategy: the settings that all candidates share, as for ``CustomDDPStrategy.from_config``: the default.
+        bucket_caps_mb: bucket sizes to try, in MiB; ``None`` is torch's own.
+        comm_hooks: communication hooks to try besides the default's, by name or as a mapping with options. None by
+            default, because most of them change the numbers; the table says which.
+        static_graph: values to try; ``True`` is a promise about the model.
+        gradient_as_bucket_view: values to try.
+        num_steps: optimizer steps that count in each measurement; for hooks that exchange every few steps, rounded up
+            to whole periods.
+        num_warmup_steps: steps before those, at least 3, because DDP rebuilds its buckets in them. A hook whose first
+            steps are exact begins to compress in them.
+        num_rounds: measurements of each candidate, at least 3.
+        callbacks: callbacks that belong to a training step, such as ``GlobalMeanLoss()``; each run has copies.
+        path: a YAML file to write: what ``CustomDDPStrategy.from_config(OmegaConf.load(path))`` takes, below comments
+            with the table. Rank 0 writes it, in one piece.
+        section: put the settings under this key: ``"strategy"`` makes the file a variant of a recipe's configuration.
+        overwrite: whether an existing file may be replaced.
+        **trainer_settings: arguments of the Trainer: ``devices``, ``accelerator``, ``precision``,
+            ``accumulate_grad_batches``, ``gradient_clip_val``, ….
+
+    Returns:
+        What was measured and chosen, the same on all ranks; ``.config`` is the
+        :class:`~ddp_plugin.StrategyConfig` to train with. One process reduces nothing: it gets the default, unmeasured.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: a setting out of range or that contradicts another, before anything is started; a file that exists.
+        DDPPluginError: on the other ranks, where the default fails on one; or where a candidate fails on one rank while
+            others wait for it in a collective, which nothing can undo.
+        Exception: whatever the training raises with the default settings.
+
+    Collectives:
+        Those of the trial runs, on all ranks; between them the ranks exchange times through the store, and meet in a
+        gather on the control group.
+    """
+    if isinstance(train_dataloaders, pl.LightningDataModule):
+        train_dataloaders, datamodule = None, train_dataloaders
+    base = _as_config(strategy)
+    _check_numbers(num_steps=(num_steps, 1), num_warmup_steps=(num_warmup_steps, _MIN_WARMUP_STEPS))
+    _check_numbers(num_rounds=(num_rounds, MIN_ROUNDS))
+    _check_training(model, train_dataloaders, datamodule, trainer_settings)
+    values = {
+        "comm_hook": _plain_hooks(comm_hooks),
+        "bucket_cap_mb": [
+            None if cap_mb is None else float(cap_mb) for cap_mb in _listed("bucket_caps_mb", bucket_caps_mb)
+        ],
+        "static_graph": _listed("static_graph", static_graph),
+        "gradient_as_bucket_view": _listed("gradient_as_bucket_view", gradient_as_bucket_view),
+    }
+    contest = _Contest(
+        TrialRun(model, train_dataloaders, datamodule, callbacks, trainer_settings),
+        base,
+        [_described(candidate) for candidate in candidates(base, values)],
+        (num_warmup_steps, num_steps, num_rounds),
+    )
+    trainer = contest.run.make_trainer(CustomDDPStrategy.from_config(base))
+    file = _check_path(path, overwrite) if path is not None and trainer.global_rank == 0 else None
+    if trainer.world_size == 1:
+        reason = "Nothing was measured: one process has no gradients to exchange. The default is kept."
+        tuning = Tuning(base, contest.candidates[0], reason, made_with=_made_with())
+    else:
+        tuning = _launched(contest, trainer)
+    rank_zero_info(f"ddp_plugin.tune: {tuning.reason}")
+    if path is not None:
+        _write_once(tuning.to_yaml(section), file)
+    return tuning
+
+
+# -------------------------------------------------------------------------------------------------------- what is asked
+
+
+def _as_config(strategy: Any) -> StrategyConfig:
+    if isinstance(strategy, (str, pl.strategies.Strategy)):
+        raise TypeError(
+            explain(
+                "strategy to be settings: a StrategyConfig, a dict or a DictConfig",
+                repr(strategy),
+                "Every trial run needs a strategy of its own, made from the settings",
+            )
+        )
+    given = StrategyConfig() if strategy is None else strategy
+    CustomDDPStrategy.from_config(given)  # refuses what it cannot be made from
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(StrategyConfig), given))
+    assert isinstance(config, StrategyConfig)
+    if config.logical_shards is not None:
+        raise ValueError(
+            explain(
+                "settings with buckets to tune", "logical_shards, which replaces DDP's buckets", "Leave one of them out"
+            )
+        )
+    return config
+
+
+def _check_numbers(**given: tuple[Any, int]) -> None:
+    for name, (value, least) in given.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(explain(f"{name} to be an integer", repr(value), "Correct it"))
+        if value < least:
+            raise ValueError(explain(f"{name} to be at least {least}", repr(value), "Raise it"))
+
+
+def _check_training(model: Any, train_dataloaders: Any, datamodule: Any, trainer_settings: Mapping[str, Any]) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(explain("a LightningModule", repr(model), "Pass the module itself"))
+    if train_dataloaders is not None and datamodule is not None:
+        raise ValueError(explain("train_dataloaders or datamodule", "both", "Keep one of them"))
+    if own := [name for name in trainer_settings if name in SET_BY_TRIALS]:
+        raise ValueError(
+            explain(
+                "arguments of the Trainer that belong to a training step",
+                f"{own}, which trial runs set themselves",
+                "Leave them out here: trial runs are short, write nothing and evaluate nothing",
+            )
+        )
+    accumulated = trainer_settings.get("accumulate_grad_batches", 1)
+    _check_numbers(accumulate_grad_batches=(accumulated, 1))
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    if isinstance(values, (str, Mapping)) or not isinstance(values, Sequence):
+        raise TypeError(explain(f"{name} to be a list", repr(values), f"Write {name}=[{values!r}]"))
+    return list(values)
+
+
+def _plain_hooks(comm_hooks: Any) -> list[Any]:
+    """Refuses what a configuration cannot hold, and makes plain dicts of mappings."""
+    plain: list[Any] = []
+    for spec in _listed("comm_hooks", comm_hooks):
+        if isinstance(spec, CommHook):
+            raise TypeError(
+                explain(
+                    "comm_hooks by name, or as mappings with a name and options, because a configuration is chosen",
+                    repr(spec.name),
+                    "Put your own hook into ddp_plugin.hooks.HOOKS under a name",
+                )
+            )
+        plain.append(dict(spec) if isinstance(spec, Mapping) else spec)
+    return plain
+
+
+def _described(candidate: Candidate) -> Candidate:
+    """Adds what a reader has to know of a candidate's hook."""
+    spec = candidate.settings.get("comm_hook")
+    if spec is None or candidate.name == "default":
+        return candidate
+    hook = resolve_hook(spec)
+    if hook.options.get("for_measuring"):
+        return replace(candidate, note="no communication: the bound for all others", may_win=False)
+    if hook.outer is not None:
+        return replace(candidate, note="changes the algorithm: parameters meet every few steps")
+    shape = (256, 256)  # a matrix, because some hooks leave vectors alone
+    probe = torch.randn(2, shape[0] * shape[1], generator=torch.Generator().manual_seed(0))
+    contents = Contents(("probe",), (shape,), probe.dtype)
+    exact = HOOKS["allreduce"]().error_bound(probe, contents)
+    lossy = bool((hook.error_bound(probe, contents) > 2 * exact).any())
+    return replace(candidate, note="changes the numbers: lossy" if lossy else "")
+
+
+def _check_path(path: str | os.PathLike[str], overwrite: bool) -> Path:
+    file = Path(path)
+    if not file.parent.is_dir():
+        raise ValueError(explain("path in a folder that exists", f"{file}", "Make the folder, or correct the path"))
+    if file.is_dir() or (file.exists() and not overwrite):
+        raise ValueError(explain("path to be a new file", f"{file}, which exists", "Choose another, or overwrite=True"))
+    return file
+
+
+# --------------------------------------------------------------------------------------------------- what is measured
+
+
+class _Contest:
+    """The candidates and how they are measured; it travels to the processes that measure."""
+
+    def __init__(
+        self, run: TrialRun, base: StrategyConfig, competing: list[Candidate], lengths: tuple[int, int, int]
+    ) -> None:
+        self.run, self.base, self.candidates = run, base, competing
+        self.num_warmup_steps, self.num_steps, self.num_rounds = lengths
+        if len(competing) == 1:
+            raise ValueError(
+                explain(
+                    "settings to compare with the default",
+                    "none besides it",
+                    "Give bucket_caps_mb, comm_hooks, static_graph or gradient_as_bucket_view other values",
+                )
+            )
+        for candidate in competing:  # before any process is started
+            self.strategy(candidate)
+
+    def config(self, candidate: Candidate) -> StrategyConfig:
+        """Returns the settings that a person would train with."""
+        return replace(self.base, **candidate.settings)
+
+    def strategy(self, candidate: Candidate) -> CustomDDPStrategy:
+        """Makes a strategy for processes that exist, whose hook compresses from the warm-up on."""
+        config = replace(self.config(candidate), start_method="popen")
+        if config.comm_hook is not None and resolve_hook(config.comm_hook).start_step >= self.num_warmup_steps:
+            spec = {"name": config.comm_hook} if isinstance(config.comm_hook, str) else dict(config.comm_hook)
+            config = replace(config, comm_hook=spec | {"start_step": self.num_warmup_steps - 1})
+        return CustomDDPStrategy.from_config(config)
+
+    def measure(self, device_type: str) -> dict[str, Any]:
+        """Runs the rehearsal, the rounds and the fresh rounds.
+
+        Returns:
+            ``times_s``, a list by candidate; ``failures``, words by candidate; ``winner``, a candidate or ``None``; and
+            ``fresh_s``, pairs ``(default, winner)``. Candidates are positions.
+
+        Collectives:
+            Those of the trial runs, on all ranks.
+        """
+        failures: dict[int, str] = {}
+        times_s: dict[int, list[float]] = {index: [] for index in range(len(self.candidates))}
+        fresh_s: list[tuple[float, float]] = []
+        with untouched_process(device_type):
+            for index in times_s:
+                self._trial(index, 1, failures)
+            for number in range(self.num_rounds):
+                for index in self._order(number, [index for index in times_s if index not in failures]):
+                    if (elapsed_s := self._trial(index, self.num_steps, failures)) is not None:
+                        times_s[index].append(elapsed_s)
+            times_s = {index: [] if index in failures else times for index, times in times_s.items()}
+            competing = [index for index in times_s if self.candidates[index].may_win and index and times_s[index]]
+            winner = fastest({index: _ratios(times_s[index], times_s[0]) for index in competing})
+            for number in range(self.num_rounds if winner is not None else 0):
+                assert winner is not None
+                taken_s = {i: self._trial(i, self.num_steps, failures) for i in self._order(number, [0, winner])}
+                default_s, winner_s = taken_s[0], taken_s[winner]
+                if default_s is None or winner_s is None:
+                    break
+                fresh_s.append((default_s, winner_s))
+        return {"times_s": times_s, "failures": failures, "winner": winner, "fresh_s": fresh_s}
+
+    @staticmethod
+    def _order(number: int, indices: list[int]) -> list[int]:
+        return indices if number % 2 else indices[::-1]  # so that none always follows the same one
+
+    def _trial(self, index: int, num_steps: int, failures: dict[int, str]) -> float | None:
+        """Measures a candidate on all ranks; returns the slowest one's seconds, or ``None`` if it failed on any."""
+        candidate = self.candidates[index]
+        spec = candidate.settings.get("comm_hook", self.base.comm_hook)
+        period = resolve_hook(spec).period if spec is not None else 1
+        elapsed_s: float | None = None
+        error: Exception | None = None
+        try:
+            num_steps = -(-num_steps // period) * period
+            elapsed_s = self.run.seconds_per_step(self.strategy(candidate), self.num_warmup_steps, num_steps)
+        except Exception as caught:  # of the user's module, of a hook, of the device: a reason to leave this one out
+            if not dist.is_initialized():
+                raise
+            error = caught
+        failure = None if error is None else f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        meeting = _Meeting([elapsed_s, failure])
+        if error is not None and index == 0:
+            raise error
+        error = None  # and with it all that its traceback holds
+        outcomes = meeting.outcomes() if failure is None else meeting.outcomes_of_failure(candidate.name, failure)
+        if failed := [(rank, reason) for rank, (_, reason) in enumerate(outcomes) if reason is not None]:
+            rank, failures[index] = failed[0]
+            if index == 0:
+                raise DDPPluginError(
+                    explain(
+                        "the given settings to train on all ranks",
+                        f"{failures[index]} on rank {rank}",
+                        "Correct them, or the model",
+                    )
+                )
+        meeting.leave()
+        return None if failed else slowest([seconds for seconds, _ in outcomes])
+
+
+class _Meeting:
+    """What every rank has to say after a run, through the store: another one may still wait in a collective.
+
+    Args:
+        value: this rank's, of lists, text and numbers.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._store, number = _compat.default_store(), next(_meetings)
+        self._keys = [f"ddp_plugin/tune/{number}/{rank}" for rank in range(dist.get_world_size())]
+        self._store.set(self._keys[dist.get_rank()], json.dumps(value))
+
+    def outcomes(self) -> list[Any]:
+        """Returns the value of every rank, once all have come."""
+        self._store.wait(self._keys)
+        return [json.loads(self._store.get(key)) for key in self._keys]
+
+    def leave(self) -> None:
+        """Returns once all ranks have read: rank 0 may end after this, and the store with it.
+
+        Collectives:
+            A gather on the control group, on all ranks.
+        """
+        gather_objects(None, process_group.control_group())
+
+    def outcomes_of_failure(self, name: str, failure: str) -> list[Any]:
+        """Returns the same on a rank that has failed.
+
+        Raises:
+            DDPPluginError: the others have not come in time: they wait for what this rank will never send.
+        """
+        try:
+            self._store.wait(self._keys, timedelta(seconds=_GRACE_S))
+        except RuntimeError as error:  # the store's way to say that the time is up
+            raise DDPPluginError(
+                explain(
+                    f"the candidate {name!r} to fail on all ranks, as it failed here",
+                    f"{failure}, while other ranks wait for this one in a collective",
+                    "Leave this candidate out",
+                )
+            ) from error
+        return self.outcomes()
+
+
+def _ratios(times_s: Sequence[float], default_s: Sequence[float]) -> list[float]:
+    return [ours / theirs for ours, theirs in zip(times_s, default_s, strict=True)]
+
+
+def _launched(contest: _Contest, trainer: pl.Trainer) -> Tuning:
+    """Lets the Trainer's launcher start the processes, if they have to be started, and measures in them."""
+    num_runs = len(contest.candidates) * contest.num_rounds
+    rank_zero_info(
+        f"ddp_plugin.tune: {counted(len(contest.candidates), 'candidate')} in {counted(contest.num_rounds, 'round')} "
+        f"on {trainer.world_size} processes: {counted(num_runs, 'trial run')}, and a few more."
+    )
+    launcher, device_type = trainer.strategy.launcher, trainer.strategy.root_device.type
+    port = os.environ.get("MASTER_PORT")
+    if launcher is None:
+        found = contest.measure(device_type)
+    else:
+        found = launcher.launch(contest.measure, device_type)
+    if contest.base.start_method != "popen":  # those processes have ended, and the next ones find a port of their own
+        os.environ.pop("MASTER_PORT", None)
+        if port is not None:
+            os.environ["MASTER_PORT"] = port
+    return _judged(contest, found, trainer.world_size)
+
+
+def _judged(contest: _Contest, found: Mapping[str, Any], world_size: int) -> Tuning:
+    times_s, failures, winner = found["times_s"], found["failures"], found["winner"]
+    rows = []
+    for index, candidate in enumerate(contest.candidates):
+        if index in failures:
+            rows.append(Row(candidate, failure=failures[index]))
+        else:
+            ratios = _ratios(times_s[index], times_s[0])
+            rows.append(Row(candidate, tuple(times_s[index]), tuple(ratios)))
+    confirmation = tuple(winner_s / default_s for default_s, winner_s in found["fresh_s"])
+    chosen, reason = _chosen(contest.candidates, winner, confirmation, failures)
+    return Tuning(
+        contest.config(chosen), chosen, reason, tuple(rows), confirmation, contest.num_steps, world_size, _made_with()
+    )
+
+
+def _chosen(
+    competing: Sequence[Candidate], winner: int | None, confirmation: tuple[float, ...], failures: Mapping[int, str]
+) -> tuple[Candidate, str]:
+    if winner is None:
+        return competing[0], "The default is kept: no candidate was faster by more than the spread of its rounds."
+    name = competing[winner].name
+    if winner in failures:
+        return competing[0], f"The default is kept: {name} was the fastest, and failed when it was measured again."
+    spread = Spread.of(confirmation)
+    measured = f"{spread.median:.3f} ({spread.lower:.3f} to {spread.upper:.3f})"
+    if not is_faster(confirmation):
+        return competing[0], (
+            f"The default is kept: {name} was the fastest, and not faster when it was measured again, at {measured} of "
+            "the default's time."
+        )
+    return competing[
+        winner
+    ], f"Chosen: {name}, at {measured} of the default's time in {len(confirmation)} fresh rounds."
+
+
+# ------------------------------------------------------------------------------------------------------ what is written
+
+
+def _made_with() -> tuple[str, ...]:
+    import ddp_plugin
+
+    devices = f"{os.cpu_count()} CPU cores"
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        devices = torch.cuda.get_device_name()
+    when = datetime.now().astimezone().isoformat(timespec="seconds")
+    versions = {"torch": torch.__version__, "lightning": lightning.__version__, "python": platform.python_version()}
+    return (
+        f"{when} on {platform.node()} ({platform.machine()}, {devices})",
+        ", ".join(f"{name} {version}" for name, version in ({"ddp_plugin": ddp_plugin.__version__} | versions).items()),
+    )
+
+
+def _write_once(text: str, file: Path | None) -> None:
+    """Writes the file in one piece on the rank that has its path; all ranks learn if that failed."""
+    error: OSError | None = None
+    if file is not None:
+        try:
+            with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}-", delete=False) as unfinished:
+                unfinished.write(text)
+            os.chmod(unfinished.name, 0o644)
+            os.replace(unfinished.name, file)
+        except OSError as caught:
+            error = caught
+    failures = [str(error)] if error is not None else []
+    if dist.is_available() and dist.is_initialized():
+        meeting = _Meeting(failures)
+        failures = [reason for reasons in meeting.outcomes() for reason in reasons]
+        meeting.leave()
+    if error is not None:
+        raise error
+    if failures:
+        raise DDPPluginError(explain("the configuration to be written", failures[0], "Correct the path"))
