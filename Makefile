@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: llm resnet test lint parity bench bench-slow-link test-gpu clean
+.PHONY: llm resnet test lint parity bench bench-slow-link losses test-gpu clean
 
 llm: $(VENV)/.installed
 	$(BIN)/python recipes/llm.py $(ARGS)
@@ -32,6 +32,10 @@ bench: $(VENV)/.installed
 # Two network namespaces with a rate limit between them: needs root rights, ip and tc, and says so where they are missing.
 bench-slow-link: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.slow_link $(ARGS)
+
+# Held-out loss of the language-model recipe with each lossy hook, beside the spread of exact runs.
+losses: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.losses $(ARGS)
 
 test-gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/gpu -m gpu $(ARGS)

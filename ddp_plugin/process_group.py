@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import signal
 import threading
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch.distributed as dist
 
 from ddp_plugin import _compat
 from ddp_plugin.config import NcclOptions
-from ddp_plugin.errors import explain
+from ddp_plugin.errors import DDPPluginError, explain
 
 __all__ = [
+    "HeldGroup",
     "control_group",
     "destroy_at_exit",
     "exchange_group",
@@ -134,7 +136,35 @@ def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     return _control_group[1]
 
 
-_exchange_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # by the group that they lie beside
+class HeldGroup:
+    """A process group that torch owns, held weakly: one that outlives its destruction may abort the process at its end.
+
+    Args:
+        group: alive until ``destroy_process_group``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._reference = weakref.ref(group)
+
+    def __call__(self) -> dist.ProcessGroup:
+        """Returns the group.
+
+        Raises:
+            DDPPluginError: it was destroyed.
+        """
+        group = self._reference()
+        if group is None:
+            raise DDPPluginError(
+                explain(
+                    "a process group that lives as long as what communicates in it",
+                    "one that was destroyed",
+                    "Call dist.destroy_process_group() last",
+                )
+            )
+        return group
+
+
+_exchange_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, HeldGroup] = weakref.WeakKeyDictionary()
 
 
 def exchange_group(beside: dist.ProcessGroup, pg_options: Any = None) -> dist.ProcessGroup:
@@ -153,13 +183,12 @@ def exchange_group(beside: dist.ProcessGroup, pg_options: Any = None) -> dist.Pr
     if beside not in _exchange_groups:
         ranks, timeout = dist.get_process_group_ranks(beside), _compat.default_group_timeout()
         is_part = len(ranks) < dist.get_world_size()  # the other ranks do not come here then
-        _exchange_groups[beside] = dist.new_group(
-            ranks, timeout=timeout, pg_options=pg_options, use_local_synchronization=is_part
-        )
-    return _exchange_groups[beside]
+        made = dist.new_group(ranks, timeout=timeout, pg_options=pg_options, use_local_synchronization=is_part)
+        _exchange_groups[beside] = HeldGroup(made)
+    return _exchange_groups[beside]()
 
 
-_node_groups: dict[tuple[dist.ProcessGroup, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+_node_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, list[HeldGroup]]] = weakref.WeakKeyDictionary()
 
 
 def node_groups(ranks: dist.ProcessGroup, ranks_per_node: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -174,20 +203,21 @@ def node_groups(ranks: dist.ProcessGroup, ranks_per_node: int) -> tuple[dist.Pro
     Collectives:
         ``new_group``, in one order on every rank of the group, at the first call only.
     """
-    key = (ranks, ranks_per_node)
-    if key not in _node_groups:
+    of_ranks = _node_groups.setdefault(ranks, {})
+    if ranks_per_node not in of_ranks:
         members, timeout = dist.get_process_group_ranks(ranks), _compat.default_group_timeout()
         nodes = [members[first : first + ranks_per_node] for first in range(0, len(members), ranks_per_node)]
         is_part = len(members) < dist.get_world_size()  # the other ranks do not come here then
-        made = []
+        made: list[HeldGroup] = []
         for lists in (nodes, [list(peers) for peers in zip(*nodes, strict=True)]):
             for each in lists:
                 is_own = dist.get_rank() in each
                 if is_own or not is_part:  # a group is made by all ranks, or by its own ones alone
                     group = dist.new_group(each, timeout=timeout, use_local_synchronization=is_part)
-                    made += [group] if is_own else []
-        _node_groups[key] = (made[0], made[1])
-    return _node_groups[key]
+                    made += [HeldGroup(group)] if is_own else []
+        of_ranks[ranks_per_node] = made
+    node, peers = of_ranks[ranks_per_node]
+    return node(), peers()
 
 
 _registered = threading.Event()

@@ -182,8 +182,9 @@ def test_ddps_private_names() -> None:
     assert callable(dist._compute_bucket_assignment_by_size)
     assert dist.distributed_c10d._get_default_store() is _compat.default_store()
     assert {device.type for device in _compat.default_group()._device_types} >= {"cpu"}
-    assert model._static_graph_delay_allreduce_enqueued is False
     assert model.require_forward_param_sync is True
+    static = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1), static_graph=True)
+    assert static._static_graph_delay_allreduce_enqueued is False
     for name in ("reducer", "logger", "bucket_bytes_cap", "bucket_bytes_cap_default", "broadcast_buffers"):
         assert hasattr(model, name), name
 

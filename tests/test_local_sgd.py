@@ -610,6 +610,11 @@ def test_a_state_of_gradients_and_one_of_parameters_are_not_mixed_up(tmp_path: P
     finish(gradients, tmp_path, (6,))
     with pytest.warns(UserWarning, match="exchanges parameters") if dist.get_rank() == 0 else contextlib.nullcontext():
         finish(BETWEEN["int8"], tmp_path, (25,), tmp_path / "6.ckpt")
+    state = torch.load(tmp_path / "25.ckpt", weights_only=True)["ddp_plugin"]["comm_hook"]
+    assert any(value.any() for value in state["parameter_residuals"].values())
+    attached = attach(gradients, DistributedDataParallel(make_net()))
+    assert attached.load(state) is None
+    assert attached.state()["residuals"] == {}  # type: ignore[index]
     finish(gradients, tmp_path, (), tmp_path / "25.ckpt")
     with pytest.warns(UserWarning, match="no error feedback") if dist.get_rank() == 0 else contextlib.nullcontext():
         finish(BETWEEN["diloco"], tmp_path, (), tmp_path / "25.ckpt")
@@ -813,6 +818,17 @@ def test_averages_are_means_in_full_precision(world_size: int) -> None:
     take_from_first_rank(mine, dist.group.WORLD)
     assert mine[0].tolist() == [0, 5]
     assert mine[1].item() is True
+
+
+@ranks(7)
+def test_counts_that_are_equal_everywhere_stay_so_also_where_their_sum_needs_more_bits() -> None:
+    counts = torch.arange(2**24 - 40, 2**24).float().unbind()
+    found = [count.clone() for count in counts]
+    average(found, dist.group.WORLD)
+    assert torch.equal(torch.stack(found), torch.stack(counts))
+    in_fp32 = torch.stack(counts)
+    dist.all_reduce(in_fp32)
+    assert not torch.equal(in_fp32 / 7, torch.stack(counts))
 
 
 def stepped(kind: Callable[[list[nn.Parameter]], torch.optim.Optimizer], rank: int) -> torch.optim.Optimizer:

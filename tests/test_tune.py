@@ -622,6 +622,33 @@ def test_no_communication_is_measured_and_never_chosen() -> None:
     assert tuning.is_default
 
 
+def test_a_hook_with_exact_first_steps_compresses_in_the_steps_that_count() -> None:
+    late = {"name": "powersgd", "start_step": 100}
+    (_, candidate) = tuner.candidates(StrategyConfig(), {"comm_hook": [late]})
+    run = TrialRun(Model(), None, None, (), {})
+    contest = tuner._Contest(run, StrategyConfig(), [candidate, candidate], (5, 20, 3))
+    measured = contest.strategy(candidate).comm_hook
+    assert measured is not None
+    assert measured.start_step < 5
+    assert contest.config(candidate).comm_hook == late  # what is trained with is what was asked for
+
+
+@ranks(2, init=False)
+def test_hooks_that_exchange_now_and_then_are_measured_over_whole_periods() -> None:
+    seen: dict[str, set[int]] = {}
+
+    def seconds_per_step(self: Any, strategy: Any, num_warmup_steps: int, num_steps: int) -> float:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        seen.setdefault(str(strategy.comm_hook), set()).add(num_steps)
+        return 1.0
+
+    TrialRun.seconds_per_step = seconds_per_step  # type: ignore[method-assign]
+    hooks = [{"name": "local_sgd", "period": period} for period in (3, 8)]
+    quick_tune(bucket_caps_mb=[], comm_hooks=hooks, num_steps=4)
+    assert sorted(seen.values(), key=max) == [{1, 4}, {3, 6}, {8}]  # the rehearsal's and the rounds'
+
+
 # ------------------------------------------------------------------------------------------------------ what is written
 
 

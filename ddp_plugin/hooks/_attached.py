@@ -53,15 +53,19 @@ class AttachedHook:
             raise ValueError(hook.refusal)
         if group is None:
             group = model.process_group if hook.is_direct else exchange_group(model.process_group)
-        self.group = group
-        self._exchange = hook.make_exchange(self.group)
-        self._exact = AllReduce(self.group)
+        self._exchange = hook.make_exchange(group)
+        self._exact = AllReduce(group)
         self._loss_scale = loss_scale
         self._lane = Lane(next(model.parameters()).device)
         self._residuals = Residuals()
         self._num_steps = 0
         self._contents: dict[tuple[int, ...], Contents] = {}
         self.follow(model)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group for the exchange."""
+        return self._exact.group
 
     @property
     def leaves_error(self) -> bool:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_plugin.hooks._contents import Contents
+from ddp_plugin.process_group import HeldGroup
 
 __all__ = ["DirectExchange", "Exchange"]
 
@@ -31,9 +32,14 @@ class Exchange(ABC):
     takes_sparse: ClassVar[bool] = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self._group = HeldGroup(group)
         self.world_size = group.size()
         self.rank = group.rank()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks."""
+        return self._group()
 
     @abstractmethod
     def mean_(self, values: torch.Tensor, contents: Contents, error: torch.Tensor | None = None) -> None:

@@ -70,8 +70,7 @@ class CommHook:
 
     @property
     def synchronises(self) -> str:
-        """What it keeps the same on all ranks: ``"gradients"`` in each step, ``"parameters"`` now and then, or
-        ``"nothing"``."""
+        """What it makes the same on all ranks: ``"gradients"``, once a period ``"parameters"``, or ``"nothing"``."""
         if self.exchanges_nothing:
             return "nothing"
         return "gradients" if self.outer is None else "parameters"

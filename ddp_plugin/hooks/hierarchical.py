@@ -31,7 +31,7 @@ from ddp_plugin.hooks._record import CommHook
 from ddp_plugin.hooks._resolve import HookSpec, resolve_inner
 from ddp_plugin.hooks.exact import AllReduce, all_reduce_bytes, summation_error
 from ddp_plugin.matching import fingerprint
-from ddp_plugin.process_group import node_groups
+from ddp_plugin.process_group import HeldGroup, node_groups
 
 __all__ = ["TwoLevel", "bytes_between_nodes", "hierarchical", "shard_bounds"]
 
@@ -58,14 +58,15 @@ class TwoLevel(Exchange):
         _check_nodes(group, self.local_size)
         self._needs_matrices = between.needs_matrices
         self._shards: dict[Contents, tuple[list[int], Contents | None]] = {}
-        self._node: dist.ProcessGroup | None = None
+        self._node: HeldGroup | None = None
         self._between: Exchange
         if self.local_size == self.world_size:
             self._between = AllReduce(group)
         elif self.local_size == 1:
             self._between = between.make_exchange(group)
         else:
-            self._node, peers = node_groups(group, self.local_size)
+            node, peers = node_groups(group, self.local_size)
+            self._node = HeldGroup(node)
             self._between = between.make_exchange(peers)
         self.leaves_error = self._between.leaves_error
 
@@ -85,7 +86,7 @@ class TwoLevel(Exchange):
         start = sum(sizes[: self.rank % self.local_size])
         received = values.new_empty(self.local_size, own)
         scaled = values.mul(1.0 / self.local_size)
-        dist.all_to_all_single(received.view(-1), scaled, [own] * self.local_size, sizes, group=self._node)
+        dist.all_to_all_single(received.view(-1), scaled, [own] * self.local_size, sizes, group=self._node())
         mean = received.sum(dim=0)
         if error is not None:
             error.zero_()
@@ -94,7 +95,7 @@ class TwoLevel(Exchange):
             self._between.mean_(mean, shard, left)
             if error is not None and left is not None:
                 torch.mul(left, self.local_size, out=error[start : start + own])
-        dist.all_to_all_single(values, mean.repeat(self.local_size), sizes, [own] * self.local_size, group=self._node)
+        dist.all_to_all_single(values, mean.repeat(self.local_size), sizes, [own] * self.local_size, group=self._node())
 
     def _shard_of(self, contents: Contents) -> tuple[list[int], Contents | None]:
         """Returns the sizes of all shards, and what this rank's own is; ``None`` where it is empty."""
@@ -115,7 +116,7 @@ class TwoLevel(Exchange):
         if self._node is None:
             return own
         of_ranks: list[Any] = [None] * self.local_size
-        dist.all_gather_object(of_ranks, own, group=self._node)
+        dist.all_gather_object(of_ranks, own, group=self._node())
         united: dict[str, Any] = {}
         for state in of_ranks:
             _unite(united, state)

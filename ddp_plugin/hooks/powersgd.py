@@ -169,7 +169,7 @@ def _error_bound(gradients: torch.Tensor, contents: Contents, pack: "partial[Pac
 
 def powersgd(
     matrix_rank: int = 4,
-    start_step: int = 0,
+    start_step: int = 200,
     warm_start: bool = True,
     seed: int = 0,
     min_compression_ratio: float = 2.0,
@@ -181,7 +181,9 @@ def powersgd(
 
     Args:
         matrix_rank: rank of the factors; bytes and, nearly, quality grow with it.
-        start_step: number of first steps with the exact mean.
+        start_step: number of first steps with the exact mean. What changes fast in the beginning suffers most from
+            being sent late, under AdamW in particular; a tenth of the run, or the warm-up of the learning rate and as
+            much again, is a good part.
         warm_start: whether each exchange begins with the factor that the last one found, which makes the exchanges of
             a slowly changing gradient steps of one power method.
         seed: of the factors to begin with.

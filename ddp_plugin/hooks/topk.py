@@ -125,12 +125,12 @@ def _error_bound(gradients: torch.Tensor, contents: Contents, density: float) ->
     return bound
 
 
-def topk(density: float = 0.01, start_step: int = 0) -> CommHook:
+def topk(density: float = 0.05, start_step: int = 200) -> CommHook:
     """The largest elements with error feedback: about ``2 n density`` of the bytes that ``n`` ranks send in fp32.
 
     Args:
         density: part of each bucket's elements that travels, above 0 and at most 1; at least one element does.
-        start_step: number of first steps with the exact mean.
+        start_step: number of first steps with the exact mean; see :func:`~ddp_plugin.hooks.powersgd.powersgd`.
 
     Raises:
         ValueError: an option out of its range.

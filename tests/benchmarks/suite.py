@@ -1,13 +1,14 @@
 """Everything that is timed, in one pair of processes, and the rows of the report."""
 
 import logging
+import statistics
 import warnings
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from tests.benchmarks import evaluation, replicas, seeding, training
+from tests.benchmarks import evaluation, monitors, replicas, seeding, training
 from tests.benchmarks.timing import Row, slowest
 
 __all__ = ["collect", "measure"]
@@ -36,6 +37,8 @@ def measure(quick: bool) -> dict[str, Any]:
         "checks": replicas.time_checks(num_steps, num_rounds),
         "decisions": replicas.time_decisions(num_steps, num_rounds),
         "posts": replicas.time_posts(num_steps, num_rounds),
+        "monitored": {name: monitors.time_monitored_steps(name, 3 * num_steps, num_rounds) for name in step_workloads},
+        "recording": {count: monitors.time_recording(count, 10 * num_steps, num_rounds) for count in (4, 40)},
         "seeding": seeding.time_seeding(200 if quick else 2000, num_rounds),
     }
 
@@ -57,4 +60,7 @@ def collect(by_rank: list[dict[str, Any]]) -> list[Row]:
         slowest([rank["decisions"] for rank in by_rank]),
         [rank["posts"] for rank in by_rank],
     )
+    monitored = {name: slowest([rank["monitored"][name] for rank in by_rank]) for name in first["monitored"]}
+    recording = {count: [rank["recording"][count] for rank in by_rank] for count in first["recording"]}
+    rows += monitors.rows(monitored, recording, statistics.median(monitored["MLP"]["without"]))
     return rows + seeding.rows([rank["seeding"] for rank in by_rank])
