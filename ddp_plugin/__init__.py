@@ -32,8 +32,7 @@ from ddp_plugin.callbacks import (
 from ddp_plugin.config import NcclOptions, StrategyConfig
 from ddp_plugin.predictions import read_predictions
 from ddp_plugin.strategy import CustomDDPStrategy, register_strategies
-from ddp_plugin.tuner import tune
-from ddp_plugin.tuning import Tuning
+from ddp_plugin.tuning import Tuning, tune
 
 __version__ = "0.1.0"
 

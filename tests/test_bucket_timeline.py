@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_plugin.bucket_timeline import BucketSpan, Phase, StepTimeline, steady, summarize, union_s
-from ddp_plugin.step_recorder import DeviceClock, HostClock, StepRecorder, clock_for
+from ddp_plugin.timeline.recorder import DeviceClock, HostClock, StepRecorder, clock_for
+from ddp_plugin.timeline.steps import BucketSpan, Phase, StepTimeline, steady, summarize, union_s
 
 
 def phases(*lengths: float, begin: float = 0.0, parts: tuple[str, ...] = ()) -> tuple[Phase, ...]:

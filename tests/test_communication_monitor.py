@@ -17,9 +17,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from ddp_plugin import CommunicationMonitor, CustomDDPStrategy
-from ddp_plugin.bucket_timeline import BucketSpan, Phase, StepTimeline, steady, summarize
-from ddp_plugin.chrome_trace import aligned, chrome_trace
-from ddp_plugin.timeline_picture import draw_timeline, typical_step
+from ddp_plugin.timeline.chrome_trace import aligned, chrome_trace
+from ddp_plugin.timeline.picture import draw_timeline, typical_step
+from ddp_plugin.timeline.steps import BucketSpan, Phase, StepTimeline, steady, summarize
 from tests.delays import BUCKET_CAP_MB, LAYER_BYTES, NUM_LAYERS, Delayed, Samples, loader
 from tests.harness import ranks, trainer
 from tests.test_straggler_monitor import ExchangingParameters, Numbers, same_on_all_ranks

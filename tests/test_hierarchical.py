@@ -21,8 +21,8 @@ LOSSY: list[dict[str, Any]] = [
     {"name": "int8"},
     {"name": "int4", "block_size": 8},
     {"name": "fp8"},
-    {"name": "topk", "density": 0.1},
-    {"name": "powersgd", "matrix_rank": 2},
+    {"name": "topk", "density": 0.1, "start_step": 0},
+    {"name": "powersgd", "matrix_rank": 2, "start_step": 0},
 ]
 
 

@@ -17,11 +17,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from ddp_plugin import CommunicationMonitor, CustomDDPStrategy, StragglerMonitor
-from ddp_plugin.bucket_timeline import BucketSpan, Phase, StepTimeline
 from ddp_plugin.callbacks.straggler_monitor import StragglerReport
 from ddp_plugin.hooks import HOOKS
-from ddp_plugin.step_recorder import StepRecorder
-from ddp_plugin.straggling import Arrivals, Milestone, arrivals, compare, milestones_of, persistent
+from ddp_plugin.timeline.recorder import StepRecorder
+from ddp_plugin.timeline.steps import BucketSpan, Phase, StepTimeline
+from ddp_plugin.timeline.straggling import Arrivals, Milestone, arrivals, compare, milestones_of, persistent
 from tests.delays import BUCKET_CAP_MB, Delayed, loader
 from tests.harness import ranks, run_ranks, trainer
 

@@ -27,14 +27,14 @@ from settings import CONF, load_settings
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import ddp_plugin.trials as trials
-import ddp_plugin.tuner as tuner
+import ddp_plugin.tuning.trials as trials
+import ddp_plugin.tuning.tuner as tuner
 from ddp_plugin import CustomDDPStrategy, StrategyConfig, Tuning, tune
 from ddp_plugin.errors import DDPPluginError
 from ddp_plugin.hooks import HOOKS, CommHook, Contents
 from ddp_plugin.hooks.exact import AllReduce, allreduce
-from ddp_plugin.trials import StepClock, TrialRun, borrowed, fresh_loaders, untouched_process
-from ddp_plugin.tuning import is_faster
+from ddp_plugin.tuning.choice import is_faster
+from ddp_plugin.tuning.trials import StepClock, TrialRun, borrowed, fresh_loaders, untouched_process
 from tests.harness import ROOT, RankFailureError, ranks, run_ranks, trainer
 
 PAUSE_S = 0.1  # of the slow hook; a step of the model takes some milliseconds

@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from ddp_plugin import CustomDDPStrategy, NcclOptions, StrategyConfig, Tuning
-from ddp_plugin.tuning import Candidate, Row, Spread, candidates, fastest, is_faster, slowest
+from ddp_plugin.tuning.choice import Candidate, Row, Spread, candidates, fastest, is_faster, slowest
 
 
 def test_quartiles_by_hand() -> None:

@@ -9,9 +9,9 @@ from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor
 
 from ddp_plugin import _compat
-from ddp_plugin.bucket_timeline import StepTimeline
 from ddp_plugin.callbacks._shell import control_group_of
-from ddp_plugin.step_recorder import StepRecorder, clock_for
+from ddp_plugin.timeline.recorder import StepRecorder, clock_for
+from ddp_plugin.timeline.steps import StepTimeline
 
 __all__ = ["StepRecording"]
 

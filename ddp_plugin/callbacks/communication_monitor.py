@@ -10,13 +10,13 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
 from ddp_plugin import _compat
-from ddp_plugin.bucket_timeline import StepSummary, StepTimeline, steady, summarize
 from ddp_plugin.callbacks._recording import StepRecording
-from ddp_plugin.chrome_trace import write_chrome_trace
 from ddp_plugin.errors import explain
 from ddp_plugin.gather import gather_objects, gather_objects_to
 from ddp_plugin.hooks import HOOKS, Contents
-from ddp_plugin.timeline_picture import draw_timeline
+from ddp_plugin.timeline.chrome_trace import write_chrome_trace
+from ddp_plugin.timeline.picture import draw_timeline
+from ddp_plugin.timeline.steps import StepSummary, StepTimeline, steady, summarize
 
 __all__ = ["BucketReport", "CommunicationMonitor", "CommunicationReport"]
 
@@ -46,7 +46,7 @@ class CommunicationReport:
 
     Attributes:
         step: optimizer steps of the run at the end of the window.
-        ranks: a :class:`~ddp_plugin.bucket_timeline.StepSummary` for each rank.
+        ranks: a :class:`~ddp_plugin.timeline.steps.StepSummary` for each rank.
         buckets: in the order of reduction; empty where nothing is reduced.
         sent_bytes: bytes that a rank sends in a step, as the hook declares; the most over the ranks.
     """
@@ -57,7 +57,7 @@ class CommunicationReport:
     sent_bytes: int
 
     def mean_s(self, name: str) -> float:
-        """Returns the mean over the ranks of a field of :class:`~ddp_plugin.bucket_timeline.StepSummary`."""
+        """Returns the mean over the ranks of a field of :class:`~ddp_plugin.timeline.steps.StepSummary`."""
         return float(sum(getattr(rank, name) for rank in self.ranks) / len(self.ranks))
 
     @property
@@ -89,7 +89,7 @@ class CommunicationMonitor(StepRecording):
     last bucket, when no local gradient is left to compute, to the last bucket's mean. On a rank that is early it
     includes waiting for the others, and :attr:`CommunicationReport.wait_s` says how much that was. A step is the sum of
     ``data_s``, ``forward_s``, ``backward_s``, ``exposed_s`` and ``optimizer_s``
-    (:data:`ddp_plugin.bucket_timeline.PARTS`). Means leave out first steps, those after validations and exchanges, and
+    (:data:`ddp_plugin.timeline.steps.PARTS`). Means leave out first steps, those after validations and exchanges, and
     those before DDP rebuilt its buckets, where others remain.
 
     Times are the host's under gloo, and CUDA events otherwise, which are read when they have long passed: no step waits

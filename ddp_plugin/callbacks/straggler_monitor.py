@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import lightning.pytorch as pl
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
-from ddp_plugin.bucket_timeline import StepTimeline
 from ddp_plugin.callbacks._recording import StepRecording
 from ddp_plugin.errors import counted, explain
 from ddp_plugin.gather import gather_objects
-from ddp_plugin.straggling import MIN_STEPS, Lateness, Milestone, arrivals, compare, persistent
+from ddp_plugin.timeline.steps import StepTimeline
+from ddp_plugin.timeline.straggling import MIN_STEPS, Lateness, Milestone, arrivals, compare, persistent
 
 __all__ = ["StragglerMonitor", "StragglerReport"]
 
@@ -80,9 +80,9 @@ class StragglerMonitor(StepRecording):
     A slow rank makes all others wait inside the all-reduce, so every rank's step takes equally long, and no timing of
     steps or of backwards shows who it was. Each rank's own gradients are ready at different times, though. They are
     counted from a moment that all ranks share, the end of the last reduction of the step before, and never compared by
-    the clocks of different hosts (:mod:`ddp_plugin.straggling`, with the error of this). Lateness is split into
-    what came after that reduction, waiting for data, the forward, and the backward, there down to the gradient bucket
-    whose layers took the time.
+    the clocks of different hosts (:mod:`ddp_plugin.timeline.straggling`, with the error of this). Lateness is split
+    into what came after that reduction, waiting for data, the forward, and the backward, there down to the gradient
+    bucket whose layers took the time.
 
     A rank is named when the same one is late by more than ``threshold_ratio`` of a step in ``num_late_windows`` of the
     last ``num_windows`` windows. Names change with one warning each, and one line says when nobody is late any more.

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_plugin import CommunicationMonitor, CustomDDPStrategy, StragglerMonitor
-from ddp_plugin.bucket_timeline import steady, summarize
 from ddp_plugin.gather import gather_objects
 from ddp_plugin.process_group import control_group
-from ddp_plugin.step_recorder import HostClock, StepRecorder
-from ddp_plugin.straggling import arrivals
+from ddp_plugin.timeline.recorder import HostClock, StepRecorder
+from ddp_plugin.timeline.steps import steady, summarize
+from ddp_plugin.timeline.straggling import arrivals
 from tests.benchmarks.models import WORKLOADS
 from tests.benchmarks.timing import Row, Times, interleaved, ratio_row
 from tests.benchmarks.training import fit, samples

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ddp_plugin.bucket_timeline import BucketSpan, Phase, StepTimeline
 from ddp_plugin.hooks import Contents
+from ddp_plugin.timeline.steps import BucketSpan, Phase, StepTimeline
 
 __all__ = ["DeviceClock", "HostClock", "StepRecorder", "clock_for"]
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddp_plugin.bucket_timeline import StepTimeline
+from ddp_plugin.timeline.steps import StepTimeline
 
 __all__ = ["aligned", "chrome_trace", "write_chrome_trace"]
 

@@ -16,8 +16,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddp_plugin.bucket_timeline import StepTimeline, steady
 from ddp_plugin.errors import explain
+from ddp_plugin.timeline.steps import StepTimeline, steady
 
 __all__ = ["MIN_STEPS", "Arrivals", "Lateness", "Milestone", "arrivals", "compare", "milestones_of", "persistent"]
 
@@ -30,7 +30,7 @@ class Milestone:
     """Where a rank can be late.
 
     Attributes:
-        part: the part of the step that ends there, one of :data:`~ddp_plugin.bucket_timeline.PARTS`; the first
+        part: the part of the step that ends there, one of :data:`~ddp_plugin.timeline.steps.PARTS`; the first
             ``"optimizer"`` is what came after the common moment in the step before.
         bucket: in the last backward, the index of the gradient bucket that is ready there; else ``None``.
     """

@@ -24,8 +24,8 @@ from ddp_plugin.errors import DDPPluginError, counted, explain
 from ddp_plugin.gather import gather_objects
 from ddp_plugin.hooks import HOOKS, CommHook, Contents, resolve_hook
 from ddp_plugin.strategy import CustomDDPStrategy
-from ddp_plugin.trials import SET_BY_TRIALS, TrialRun, untouched_process
-from ddp_plugin.tuning import MIN_ROUNDS, Candidate, Row, Spread, Tuning, candidates, fastest, is_faster, slowest
+from ddp_plugin.tuning.choice import MIN_ROUNDS, Candidate, Row, Spread, Tuning, candidates, fastest, is_faster, slowest
+from ddp_plugin.tuning.trials import SET_BY_TRIALS, TrialRun, untouched_process
 
 __all__ = ["tune"]
 
@@ -63,9 +63,9 @@ def tune(
 
     Each measurement is a short run of a Trainer with the model's own optimizers, precision, accumulation and data. All
     combinations are measured in turn, ``num_rounds`` times, after one rehearsal that does not count; the time is that
-    of the slowest rank. The rule is that of :mod:`ddp_plugin.tuning`: a candidate has to be faster than the default in
-    the upper quartile of its rounds, and again in fresh rounds; otherwise the default, the given settings, is kept. A
-    candidate that fails on all ranks is left out with its reason.
+    of the slowest rank. The rule is that of :mod:`ddp_plugin.tuning.choice`: a candidate has to be faster than the
+    default in the upper quartile of its rounds, and again in fresh rounds; otherwise the default, the given settings,
+    is kept. A candidate that fails on all ranks is left out with its reason.
 
     Trial runs write nothing and leave nothing behind: each trains copies of the module, of the loaders and of the
     callbacks, and random streams are put back. Not so a dataset that changes as it is read, and whatever the module

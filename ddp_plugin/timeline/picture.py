@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddp_plugin.bucket_timeline import StepTimeline, steady
-from ddp_plugin.chrome_trace import aligned
+from ddp_plugin.timeline.chrome_trace import aligned
+from ddp_plugin.timeline.steps import StepTimeline, steady
 
 __all__ = ["draw_timeline", "typical_step"]
 

@@ -1,0 +1,1 @@
+"""Where the time of a step goes, on every rank: written down, added up, compared, drawn."""
