@@ -87,7 +87,7 @@ def train(name: str | None, callbacks: list[Callback], ckpt_path: str | None = N
     return module
 
 
-@ranks(2, 3, init=False)
+@ranks(2, init=False)
 @pytest.mark.parametrize("name", TRAINING)
 def test_one_model_in_the_end_also_with_a_layer_that_is_unfrozen_on_the_way(name: str) -> None:
     module = train(name, [Unfreeze()], is_frozen=True, accumulate_grad_batches=2)
@@ -97,10 +97,9 @@ def test_one_model_in_the_end_also_with_a_layer_that_is_unfrozen_on_the_way(name
 
 @ranks(2, init=False)
 @pytest.mark.parametrize("name", TRAINING)
-@pytest.mark.parametrize("step", [7, 12])
-def test_a_resumed_run_ends_with_the_bits_of_the_uninterrupted_one(name: str, step: int, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_the_bits_of_the_uninterrupted_one(name: str, tmp_path: Path) -> None:
     path = str(tmp_path / "step.ckpt")
-    uninterrupted = flat(train(name, [SaveAt(step, path)]))
+    uninterrupted = flat(train(name, [SaveAt(7, path)]))
     dist.barrier()
     resumed = train(name, [], ckpt_path=path)
     assert torch.equal(flat(resumed), uninterrupted)

@@ -44,7 +44,7 @@ def exchange_with_feedback(
     """
     values, error = residual + gradient, torch.empty_like(residual)
     exchange.mean_(values, contents, error)
-    torch.where(values.isfinite(), error, residual, out=residual)
+    torch.where(values.abs() < torch.inf, error, residual, out=residual)  # isfinite() takes twice as long
     gradient.copy_(values)
 
 

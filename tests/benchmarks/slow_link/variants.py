@@ -1,7 +1,7 @@
 """Everything that is compared: no communication, DDP as it comes, torch's own hooks, and every hook in the table."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ LOCAL_PERIOD = 16
 # What a hook is given here; by default, nothing. Real runs take longer periods: these show some exchanges in few steps.
 HOOK_OPTIONS: dict[str, dict[str, Any]] = {
     "noop": {"for_measuring": True},
-    "powersgd": {"matrix_rank": 4, "start_step": 2},
+    "powersgd": {"start_step": 2},  # when it is timed; see Variant.for_losses
+    "topk": {"density": 0.01, "start_step": 2},
     "hierarchical": {"ranks_per_node": 1, "between": "int8"},
     "local_sgd": {"period": LOCAL_PERIOD},
     "diloco": {"period": LOCAL_PERIOD},
@@ -56,6 +57,13 @@ class Variant:
     period: int = 1
     start_step: int = 0
     not_run: str | None = None
+
+    def for_losses(self, num_steps: int) -> "Variant":
+        """Returns the variant as it is judged by its loss: exact for half of the steps, if it begins so at all."""
+        if self.comm_hook is None or "start_step" not in self.comm_hook:
+            return self
+        start_step = num_steps // 2
+        return replace(self, comm_hook={**self.comm_hook, "start_step": start_step}, start_step=start_step)
 
     @property
     def hook(self) -> CommHook | None:

@@ -106,7 +106,8 @@ class Worker:
         """Trains some steps, and returns the loss on what nobody trained on, as the mean over the ranks."""
         model = self._model(task.number)
         batches = Batches(self.job.workload, task.number, self.rank)
-        train(self.variants[task.variant], model, batches, EqualSteps(self.job.num_loss_steps))
+        variant = self.variants[task.variant].for_losses(self.job.num_loss_steps)
+        train(variant, model, batches, EqualSteps(self.job.num_loss_steps))
         losses: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(losses, model.held_out_nats(), group=self.group)
         return {"loss_nats": sum(losses) / len(losses), "by_rank": losses}
