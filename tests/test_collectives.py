@@ -300,3 +300,14 @@ def test_mistakes_are_refused_before_anything_is_sent(world_size: int) -> None:
             all_reduce(torch.ones(4).to(dtype))
     assert torch.equal(all_reduce(ones, async_op=True).wait(), ones)  # the lane is none the worse for it
     shared_lane().close()
+
+
+@ranks(2)
+def test_what_is_started_in_inference_mode_runs_in_it() -> None:
+    with torch.inference_mode():
+        tensor = torch.ones(4)
+        future = all_reduce(tensor, async_op=True)
+        assert future.wait().tolist() == [2.0] * 4
+    outside = torch.ones(4)
+    all_reduce(outside)
+    assert outside.tolist() == [2.0] * 4

@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities import rank_zero_warn
+from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from ddp_plugin.callbacks._shell import control_group_of
@@ -74,8 +74,12 @@ class ReplicaConsistency(pl.Callback):
         self._warned: set[tuple[str, str]] = set()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Finds the control group."""
+        """Finds the control group; with a hook that exchanges nothing there is nothing to compare."""
         self._group = control_group_of(self, trainer)
+        hook = getattr(trainer.strategy, "comm_hook", None)
+        if self._group is not None and hook is not None and hook.exchanges_nothing:
+            rank_zero_info(f"ReplicaConsistency compares nothing with comm_hook={hook.name!r}: the ranks never meet.")
+            self._group = None
         self._num_steps = 0
         self._is_due = False
         self._warned.clear()

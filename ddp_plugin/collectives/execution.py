@@ -125,8 +125,13 @@ def all_reduce(
     _check_tensor(tensor)
     _check_settings(op, tensor.dtype, segment_bytes)
     lane = shared_lane(tensor.device)
+    in_inference = torch.is_inference_mode_enabled()  # the lane has a mode of its own, as every thread
 
     def exchange() -> Tensor:
+        with torch.inference_mode(in_inference), torch.no_grad():
+            return exchange_here()
+
+    def exchange_here() -> Tensor:
         flat = tensor.detach().contiguous().view(-1)
         if op == "mean":
             flat.mul_(1.0 / world_size)
@@ -138,8 +143,7 @@ def all_reduce(
     if async_op:
         return lane.submit(exchange)
     lane.drain()  # what was submitted before comes first on every rank
-    with torch.no_grad():
-        return exchange()
+    return exchange()
 
 
 def ring_all_reduce(

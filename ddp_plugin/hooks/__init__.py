@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_plugin.errors import explain
 from ddp_plugin.hooks._attached import AttachedHook, dropped, run_hook
 from ddp_plugin.hooks._contents import Contents
 from ddp_plugin.hooks._exchange import DirectExchange, Exchange
@@ -15,7 +16,7 @@ from ddp_plugin.hooks._resolve import HOOKS, HookSpec, resolve_hook
 from ddp_plugin.hooks.algorithms import butterfly, parameter_server, ring, tree
 from ddp_plugin.hooks.cast import bf16, fp16
 from ddp_plugin.hooks.exact import allreduce
-from ddp_plugin.hooks.hierarchical import hierarchical
+from ddp_plugin.hooks.hierarchical import bytes_between_nodes, hierarchical
 from ddp_plugin.hooks.noop import noop
 from ddp_plugin.hooks.periodic import Averager, diloco, local_sgd
 from ddp_plugin.hooks.powersgd import powersgd
@@ -33,6 +34,7 @@ __all__ = [
     "HookSpec",
     "OuterStep",
     "attach",
+    "bytes_between_nodes",
     "dropped",
     "put_to_work",
     "resolve_hook",
@@ -74,11 +76,19 @@ def attach(spec: HookSpec, model: DistributedDataParallel) -> AttachedHook:
     Returns:
         The hook at work: save its ``state()``, and ``close()`` it at the end.
 
+    Raises:
+        ValueError: the wrap has a hook already, or the hook must not train.
+
     Collectives:
         Those of :class:`AttachedHook`, on all ranks.
     """
     attached = put_to_work(resolve_hook(spec), model)
-    model.register_comm_hook(attached, run_hook)
+    try:
+        model.register_comm_hook(attached, run_hook)
+    except RuntimeError as error:  # DDP takes one, once
+        raise ValueError(
+            explain("a wrap without a communication hook", "one that has had a hook already", "Wrap the module again")
+        ) from error
     return attached
 
 

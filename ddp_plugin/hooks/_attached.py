@@ -183,6 +183,12 @@ class AttachedHook:
             self._exchange.load(state["exchange"])
         return None if self.leaves_error else dropped(state, self.hook.name)
 
+    def idle(self) -> str | None:
+        """Returns, in words, that the hook's own way has not begun yet; ``None`` when it has."""
+        if self._num_steps > self.hook.start_step or not self.hook.start_step:
+            return None
+        return f"{self.hook.name} exchanges exact means for {self.hook.start_step} steps (start_step)"
+
     def close(self) -> None:
         """Ends the lane, when what runs in it has ended.
 

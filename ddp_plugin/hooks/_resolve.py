@@ -3,6 +3,7 @@
 The table stands here, before the hooks that have another one inside; ``ddp_plugin.hooks`` fills it.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,19 +38,30 @@ def resolve_hook(spec: HookSpec) -> CommHook:
             explain(
                 "comm_hook to be a name, a mapping with a name and options, or a CommHook",
                 repr(spec),
-                "A bare hook function goes into ddp_comm_hook=, as with Lightning's DDPStrategy",
+                "Call a value of HOOKS to make the CommHook; a bare hook function goes into ddp_comm_hook=, as with "
+                "Lightning's DDPStrategy",
             )
         )
     options = {str(key): value for key, value in spec.items()}
     name = options.pop("name", None)
     if name not in HOOKS:
-        raise ValueError(explain(f"comm_hook to be one of {sorted(HOOKS)}", repr(name), "Choose one of these names"))
-    try:
-        return HOOKS[name](**options)
-    except TypeError as error:
         raise ValueError(
-            explain(f"options that comm_hook={name!r} has", f"{sorted(options)} ({error})", "Remove the unknown ones")
-        ) from error
+            explain(
+                f"comm_hook to be one of {sorted(HOOKS)}",
+                f"{name!r} in {dict(spec)}" if len(spec) > 1 or name is None else repr(name),
+                "Choose one of these names, or leave comm_hook out (None) for DDP's own reducer",
+            )
+        )
+    known = list(inspect.signature(HOOKS[name]).parameters)
+    if unknown := sorted(set(options) - set(known)):
+        raise ValueError(
+            explain(
+                f"options that comm_hook={name!r} has: {', '.join(known) or 'it has none'}",
+                ", ".join(unknown),
+                "Remove the unknown ones",
+            )
+        )
+    return HOOKS[name](**options)
 
 
 def resolve_inner(spec: HookSpec, outer_name: str, *refused: str) -> CommHook:

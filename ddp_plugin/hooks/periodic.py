@@ -211,6 +211,12 @@ class Averager(AttachedHook):
         average([b for b, floats in zip(self._buffers, is_mean, strict=True) if floats], self.group)
         take_from_first_rank([b for b, floats in zip(self._buffers, is_mean, strict=True) if not floats], self.group)
 
+    def idle(self) -> str | None:
+        """Returns, in words, that the ranks have not exchanged yet; ``None`` when they have."""
+        if self._num_steps >= self.outer.period:
+            return None
+        return f"{self.hook.name} exchanges parameters for the first time after {self.outer.period} steps (period)"
+
     # ---------------------------------------------------------------------------------------------------- checkpoint
 
     def state(self) -> dict[str, Any]:

@@ -218,6 +218,12 @@ class FollowingWrap(MatchedReductions):
                 _compat.check_reduction_finished(self.model)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
+    def on_train_end(self) -> None:
+        """Says so if the hook's own way never began: a run that is over too early for it has shown nothing about it."""
+        super().on_train_end()
+        if self._attached_hook is not None and (idle := self._attached_hook.idle()):
+            rank_zero_info(f"CustomDDPStrategy: {idle}; this run has ended before.")
+
     def teardown(self) -> None:
         """Lets go of the wrap."""
         if isinstance(self.model, DistributedDataParallel) and self._trainable is not None:
