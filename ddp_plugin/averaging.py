@@ -41,8 +41,13 @@ def chunks(tensors: Sequence[Tensor]) -> list[list[int]]:
     return groups
 
 
-def flatten(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Copies tensors into a flat one, shape ``(num_elements,)``; complex ones as pairs of real numbers."""
+def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """Copies tensors into a flat one, shape ``(num_elements,)``; complex ones as pairs of real numbers.
+
+    Args:
+        tensors: of one dtype.
+        dtype: of the flat one; their own when ``None``.
+    """
     return torch.cat([_real(tensor.detach()).reshape(-1).to(dtype) for tensor in tensors])
 
 
@@ -98,7 +103,7 @@ def take_from_first_rank(tensors: Sequence[Tensor], group: dist.ProcessGroup) ->
     source = dist.get_global_rank(group, 0)
     for positions in chunks(tensors):
         chunk = [tensors[position] for position in positions]
-        flat = flatten(chunk, _real(chunk[0]).dtype)
+        flat = flatten(chunk)
         dist.broadcast(flat, source, group=group)
         unflatten(flat, chunk)
 

@@ -6,7 +6,7 @@ to change. A person who reads only the last line of a traceback should know what
 
 import torch.distributed as dist
 
-__all__ = ["DDPPluginError", "EvaluationMismatchError", "counted", "explain"]
+__all__ = ["DDPPluginError", "EvaluationMismatchError", "check_count", "counted", "explain"]
 
 
 class DDPPluginError(RuntimeError):
@@ -42,3 +42,15 @@ def counted(number: int, noun: str) -> str:
     """Returns a number with its noun: ``"1 batch"``, ``"3 batches"``, ``"2 samples"``."""
     plural = noun + ("es" if noun.endswith(("s", "ch", "sh", "x")) else "s")
     return f"{number} {noun if number == 1 else plural}"
+
+
+def check_count(name: str, value: object, least: int, most: int | None = None) -> None:
+    """Refuses what is no whole number in a range; ``True`` is none.
+
+    Raises:
+        ValueError: it is not.
+    """
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or value < least or (most is not None and value > most):  # type: ignore[operator]
+        wanted = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(explain(f"{name} to be an integer {wanted}", repr(value), f"Correct {name}"))

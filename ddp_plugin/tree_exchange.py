@@ -6,19 +6,18 @@ the ranks. Source of the algorithm: R. Thakur, R. Rabenseifner, W. Gropp, Optimi
 Operations in MPICH, 2005, section 4.4.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_plugin import _compat
+from ddp_plugin.averaging import chunks, flatten, take_from_first_rank, unflatten
 from ddp_plugin.errors import DDPPluginError, explain
 from ddp_plugin.logical_shards import TreeSum
 
 __all__ = ["ShardedGradient", "broadcast_module", "sum_in_tree_order"]
-
-_CHUNK_BYTES = 32 * 2**20  # exchanged at a time: large enough for the wire, small beside the gradient
 
 
 @torch.no_grad()
@@ -35,8 +34,9 @@ def sum_in_tree_order(tensors: Sequence[Tensor]) -> None:
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if world_size == 1:
         return
-    for chunk in _chunks(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
+    for positions in chunks(tensors):  # elements are added alone, so chunks change no bit
+        chunk = [tensors[position] for position in positions]
+        flat = flatten(chunk)
         received = torch.empty_like(flat)
         distance = 1
         while distance < world_size:
@@ -46,24 +46,7 @@ def sum_in_tree_order(tensors: Sequence[Tensor]) -> None:
                 work.wait()
             flat.add_(received)
             distance *= 2
-        for tensor, part in zip(chunk, torch.split(flat, [tensor.numel() for tensor in chunk]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
-
-
-def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups neighbours of one dtype and device up to a size; elements are added alone, so groups change no bit."""
-    chunk: list[Tensor] = []
-    for tensor in (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors):
-        if not tensor.numel():
-            continue
-        is_alike = chunk and (chunk[0].dtype, chunk[0].device) == (tensor.dtype, tensor.device)
-        size_bytes = sum(each.nbytes for each in [*chunk, tensor])
-        if chunk and not (is_alike and size_bytes <= _CHUNK_BYTES):
-            yield chunk
-            chunk = []
-        chunk.append(tensor)
-    if chunk:
-        yield chunk
+        unflatten(flat, chunk)
 
 
 @torch.no_grad()
@@ -71,14 +54,10 @@ def broadcast_module(module: nn.Module) -> None:
     """Gives every rank the parameters and buffers of rank 0.
 
     Collectives:
-        One broadcast for each of them, on all ranks.
+        Those of :func:`~ddp_plugin.averaging.take_from_first_rank`, on all ranks.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    for tensor in [*module.parameters(), *module.buffers()]:
-        values = tensor.detach().contiguous()
-        dist.broadcast(values, src=0)
-        tensor.copy_(values)
+    if dist.is_initialized():
+        take_from_first_rank([*module.parameters(), *module.buffers()], _compat.default_group())
 
 
 class ShardedGradient:

@@ -11,6 +11,7 @@ import importlib
 import inspect
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -198,7 +199,7 @@ def _rank_main(
     except BaseException:
         verdict = (False, traceback.format_exc())
     try:
-        sender.send(verdict)
+        sender.send_bytes(pickle.dumps(verdict))  # by value: a tensor that send() shares is gone with this process
     except Exception:
         sender.send((False, "the return value could not be pickled:\n" + traceback.format_exc()))
     sender.close()

@@ -139,7 +139,7 @@ def test_the_named_functions_and_their_options(world_size: int) -> None:
     with count_traffic() as traffic:
         parameter_server_all_reduce(part(rank, 40), num_servers=2)
     # As a worker to the servers that it is not, 20 elements each; as a server, 20 elements back to three others.
-    assert traffic.bytes_sent == 4 * 20 * ((1 if rank < 2 else 2) + (3 if rank < 2 else 0))
+    assert traffic.sent_bytes == 4 * 20 * ((1 if rank < 2 else 2) + (3 if rank < 2 else 0))
 
 
 @ranks(4)
@@ -196,13 +196,13 @@ def test_what_was_counted_is_what_the_schedule_says(world_size: int) -> None:
         for segment_bytes in (None, 1 << 20, 80):
             with count_traffic() as traffic:
                 all_reduce(part(rank, size, torch.float64), algorithm=algorithm, segment_bytes=segment_bytes, **options)
-            assert (traffic.bytes_sent, traffic.bytes_received) == (expected.bytes_sent, expected.bytes_received)
+            assert (traffic.sent_bytes, traffic.received_bytes) == (expected.sent_bytes, expected.received_bytes)
             assert traffic.num_rounds == expected.num_rounds
             if segment_bytes != 80:
                 assert traffic.num_messages_sent == expected.num_messages_sent
                 assert traffic.num_messages_received == expected.num_messages_received
             elif size == 1001 and expected.num_messages_sent:
-                assert traffic.num_messages_sent >= expected.bytes_sent / 80
+                assert traffic.num_messages_sent >= expected.sent_bytes / 80
 
 
 @ranks(2)

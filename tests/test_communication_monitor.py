@@ -199,9 +199,10 @@ def test_other_strategies_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["every_n_steps", "num_traced_steps"])
-def test_settings_out_of_range(name: str) -> None:
+@pytest.mark.parametrize("value", [0, 2.5, True])
+def test_settings_out_of_range(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
-        CommunicationMonitor(**{name: 0})
+        CommunicationMonitor(**{name: value})
 
 
 # ------------------------------------------------------------------------------------------------------------- files
@@ -262,6 +263,78 @@ def test_after_an_exception_rank_0_writes_what_it_knows(tmp_path: Path) -> None:
     assert {event["pid"] for event in events} == {0}
     assert {event["args"]["step"] for event in events} == set(range(7))
     assert not (tmp_path / "timeline.png").exists()
+
+
+@ranks(2, init=False)
+@pytest.mark.parametrize(
+    ("setting", "path", "words"),
+    [
+        ("trace_path", "folder", "Is a directory"),
+        ("folder", "file", "File exists"),
+        ("picture_path", "file/a.png", "file"),
+        ("trace_path", "read_only/trace.json", "Permission denied"),
+        ("picture_path", "a.pn", "a.pn'"),
+        ("picture_path", "a", "picture_path to end in one of"),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_on_all_ranks_before_training(
+    tmp_path: Path, setting: str, path: str, words: str
+) -> None:
+    if setting == "picture_path":
+        pytest.importorskip("matplotlib")
+    (tmp_path / "folder").mkdir(exist_ok=True)
+    (tmp_path / "file").touch()
+    watch, module = CommunicationMonitor(every_n_steps=4, **{setting: str(tmp_path / path)}), Timed()
+    with pytest.MonkeyPatch.context() as patch:
+        if "read_only" in path:  # whoever runs the tests may be root, who can write everywhere
+            patch.setattr("tempfile.TemporaryFile", forbidden)
+        with pytest.raises(ValueError, match="Expected .* on rank 0 of 2") as caught:
+            fit(module, loader(4), watch)
+    assert words in str(caught.value)
+    assert "started_s" not in module.__dict__
+
+
+def forbidden(**settings: Any) -> None:
+    raise PermissionError(13, "Permission denied")
+
+
+def test_a_look_at_a_file_leaves_it_as_it_is_and_a_fit_writes_it_again(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("of a run before")
+    module, seen = Delayed(base_s=0.0, forward_s=0.0), []
+
+    class Looks(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            seen.append((path.read_text(), [file.name for file in tmp_path.iterdir()]))
+
+    fit(module, loader(4), CommunicationMonitor(trace_path=str(path)), Looks(), strategy="auto", devices=1)
+    assert seen == [("of a run before", ["trace.json"])]
+    assert len(json.loads(path.read_text())["traceEvents"]) > 4 * 4
+
+
+class CannotWrite(CommunicationMonitor):
+    def _write(self, by_rank: Any) -> None:
+        raise self.error
+
+    error: Exception
+
+
+def test_a_file_that_cannot_be_written_in_the_end_is_a_warning(tmp_path: Path) -> None:
+    module = Delayed(base_s=0.0, forward_s=0.0)
+    watch = CannotWrite(folder=str(tmp_path))
+    watch.error = OSError("No space left on device")
+    with pytest.warns(UserWarning, match="could not write its files: No space left on device"):
+        fit(module, loader(4), watch, strategy="auto", devices=1)
+
+
+def test_the_first_exception_stays_the_one_that_is_raised(tmp_path: Path) -> None:
+    watch = CannotWrite(folder=str(tmp_path))
+    watch.error = ValueError("no such format")
+    with (
+        pytest.warns(UserWarning, match="after the exception: no such format"),
+        pytest.raises(RuntimeError, match="the user's own error"),
+    ):
+        fit(Failing(base_s=0.0), loader(11), watch, strategy="auto", devices=1)
 
 
 def test_without_matplotlib_the_trace_is_written_and_a_picture_refused(

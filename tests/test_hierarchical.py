@@ -261,9 +261,9 @@ def test_the_bytes_are_the_declared_ones_inside_nodes_and_between(world_size: in
     exchanges = {name: hook.make_exchange(dist.group.WORLD) for name, hook in records.items()}
     with counted_calls() as traffic:
         for name, exchange in exchanges.items():
-            before, values = traffic.bytes_sent, own_values(4099, torch.float32)
+            before, values = traffic.sent_bytes, own_values(4099, torch.float32)
             exchange.mean_(values, contents, torch.empty_like(values) if exchange.leaves_error else None)
-            sent[name] = traffic.bytes_sent - before
+            sent[name] = traffic.sent_bytes - before
     for name, hook in records.items():
         assert sent[name] == pytest.approx(hook.wire_bytes(contents, world_size, rank), rel=0.05), name
         between = resolve_hook(named[name])

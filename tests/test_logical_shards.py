@@ -253,7 +253,7 @@ def test_a_sum_in_sequence_is_another_one() -> None:
 def test_between_ranks_the_tree_goes_on(world_size: int, chunk_bytes: int) -> None:
     rank, parts = dist.get_rank(), leaves(world_size)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("ddp_plugin.tree_exchange._CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr("ddp_plugin.averaging._CHUNK_BYTES", chunk_bytes)
         own = parts[rank]
         tensors = [own.clone(), torch.empty(0), own[:1000].reshape(10, 100).T.clone().T, own.double(), own.bfloat16()]
         tensors += [

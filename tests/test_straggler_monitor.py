@@ -262,16 +262,17 @@ def test_validations_epochs_and_a_second_fit() -> None:
 
 
 class Alternating(Delayed):
-    """Manual optimization, two backwards with a reduction each in a step; the second one is slow."""
+    """Manual optimization, two backwards with a reduction each in a step, of which one is slow."""
 
-    def __init__(self) -> None:
-        super().__init__(2, DELAY_S)
-        self.automatic_optimization = False
+    def __init__(self, where: str | int, slow_pass: int) -> None:
+        super().__init__(where, DELAY_S)
+        self.automatic_optimization, self.slow_pass = False, slow_pass
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
         optimizer = self.optimizers()
-        where, self.where = self.where, None
-        for self.where in (None, where):
+        where = self.where
+        for number in range(2):
+            self.where = where if number == self.slow_pass else None
             optimizer.zero_grad()  # type: ignore[union-attr]
             self.manual_backward(super().training_step(batch, batch_idx))
             optimizer.step()  # type: ignore[union-attr]
@@ -279,15 +280,81 @@ class Alternating(Delayed):
 
 
 @ranks(2, init=False)
-def test_manual_optimization_with_two_reductions_in_a_step() -> None:
+@pytest.mark.parametrize("slow_pass", [0, 1])
+@pytest.mark.parametrize("where", ["forward", 2])
+def test_manual_optimization_with_two_reductions_in_a_step(where: str | int, slow_pass: int) -> None:
     watch = monitor()
-    _, warned = fit(Alternating(), loader(31), watch)
-    part, _, second_s = usual(watch)
+    fit(Alternating(where, slow_pass), loader(31), watch)
+    part, first_s, second_s = usual(watch)
     report = watch.last_report
     assert report is not None
-    assert (report.slow_rank, part) == (1, "backward")
-    assert any("layers.2.weight" in report.parameters for report in watch.reports[-2:])
+    assert (report.slow_rank, part) == (1, "backward" if where == 2 else where)
+    if where == 2:
+        assert any("layers.2.weight" in report.parameters for report in watch.reports[-2:])
     assert second_s == pytest.approx(DELAY_S, abs=SLACK_S)
+    assert first_s < 0.005
+
+
+class Packing(Delayed):
+    """Manual optimization with another number of micro-batches on each rank, and one reduction a step."""
+
+    def __init__(self) -> None:
+        super().__init__(base_s=0.0, forward_s=0.0)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        strategy: Any = self.trainer.strategy
+        optimizer.zero_grad()
+        for _ in range(2 + self.global_rank):
+            with strategy.block_backward_sync():
+                self.manual_backward(super().training_step(batch, batch_idx))
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+@ranks(2, init=False)
+def test_ranks_with_other_numbers_of_micro_batches_train_on_and_are_not_compared() -> None:
+    watch = monitor()
+    run, warned = fit(Packing(), loader(31), watch)
+    assert (run.global_step, watch.reports) == (31, [])
+    if os.environ["RANK"] == "0":
+        at_the_window, at_the_end = warned  # and not for each of the three windows
+        assert "step 10: this window is not compared: steps consist of other parts on rank 1" in at_the_window
+        assert "no report, not of a single window: steps consist of other parts on rank 1" in at_the_end
+    else:
+        assert warned == []
+
+
+@ranks(2, init=False)
+def test_epochs_of_one_batch_are_said_not_to_be_compared() -> None:
+    watch = monitor()
+    run, warned = fit(Delayed("forward", 0.001, base_s=0.0, forward_s=0.0), loader(1), watch, max_epochs=21)
+    assert (run.global_step, watch.reports) == (21, [])
+    assert len(warned) == (2 if os.environ["RANK"] == "0" else 0)
+    for text in warned:
+        assert "0 of its 10 steps can be compared, and it takes 5" in text
+
+
+@ranks(2, init=False)
+def test_a_fit_shorter_than_a_window_is_said_to_have_no_report() -> None:
+    watch, said = monitor(), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ddp_plugin.callbacks.straggler_monitor.rank_zero_info", said.append)
+        _, warned = fit(Delayed(base_s=0.0, forward_s=0.0), loader(3), watch)
+    assert watch.reports == warned == []
+    assert said == ["StragglerMonitor has no report: this fit had too few steps, and a window has 10."]
+
+
+@ranks(2, init=False)
+def test_the_newest_reports_are_kept() -> None:
+    watch, times = monitor(), CommunicationMonitor(every_n_steps=4)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("straggler_monitor", "communication_monitor"):
+            patch.setattr(f"ddp_plugin.callbacks.{module}.MAX_REPORTS", 2)
+        fit(Delayed(base_s=0.0, forward_s=0.0), loader(40), watch, times)
+    assert [report.step for report in watch.reports] == [30, 40]
+    assert [report.step for report in times.reports] == [36, 40]
 
 
 class Unfreezing(Delayed):
@@ -351,6 +418,7 @@ def test_other_strategies_and_logical_shards_are_refused() -> None:
     "settings",
     [
         {"every_n_steps": 9},
+        {"every_n_steps": 20.5},
         {"threshold_ratio": 0.0},
         {"num_late_windows": 0},
         {"num_windows": 2, "num_late_windows": 3},
@@ -448,6 +516,28 @@ def test_lateness_grows_again_after_the_ranks_have_met() -> None:
     assert lateness.lost_s(1) == {"optimizer": 0.0, "data": 0.0, "forward": 8.0, "backward": 0.0}
     assert lateness.late_s == (0.0, 8.0)
     assert lateness.worst_milestone(1).part == "forward"
+
+
+def test_the_ranks_meet_at_each_reduction_of_a_step() -> None:
+    """Two reductions; rank 1 takes 4 s longer in the first forward, and 1 s in the second."""
+    by_rank = []
+    for first, second, waits in ((3.0, 2.0, (5.0, 2.0)), (7.0, 3.0, (1.0, 1.0))):
+        ends = [1.0]
+        for length in (2.0, first, 1.0 + waits[0], second, 1.0 + waits[1]):
+            ends.append(ends[-1] + length)
+        parts = ("data", "forward", "backward", "forward", "backward")
+        phases = tuple(Phase(part, ends[i], ends[i + 1]) for i, part in enumerate(parts))
+        buckets = tuple(BucketSpan(0, ends[i] + 1.0, ends[i + 1]) for i in (2, 4))
+        arrived = arrivals([StepTimeline(0, phases, buckets, common_s=0.0)])
+        assert arrived is not None
+        by_rank.append(arrived)
+    meeting = [(milestone.part, milestone.reduction) for milestone in by_rank[0].milestones]
+    assert meeting == [(part, 0) for part in ("optimizer", *parts[:3])] + [(part, 1) for part in parts[3:]]
+    assert by_rank[1].seconds == (1.0, 3.0, 10.0, 11.0, 3.0, 4.0)
+    lateness = compare(by_rank)
+    assert lateness.lost_s(1) == {"optimizer": 0.0, "data": 0.0, "forward": 5.0, "backward": 0.0}
+    assert lateness.late_s == (0.0, 5.0)
+    assert lateness.worst_milestone(1) == Milestone("forward", None, 0)
 
 
 def test_the_usual_kind_of_step_counts() -> None:

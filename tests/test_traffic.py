@@ -18,7 +18,7 @@ def test_each_collective_is_counted_by_its_algorithm(world_size: int) -> None:
         with counted_calls() as calls:
             function(*arguments, **settings)
         assert sum(calls.num_calls.values()) == 1
-        return calls.bytes_sent
+        return calls.sent_bytes
 
     assert sent_by(lambda: dist.all_reduce(message, group=group)) == 2 * (n - 1) * 24
     assert sent_by(lambda: dist.all_gather_into_tensor(message.new_empty(12 * n * n), message)) == (n - 1) * 24 * n
@@ -46,5 +46,5 @@ def test_both_counters_agree_on_sends(world_size: int) -> None:
     with counted_calls() as calls, count_traffic() as traffic:
         all_reduce(torch.ones(1001), algorithm="butterfly", async_op=True).wait()
         all_reduce(torch.ones(10), algorithm="tree")
-    assert calls.bytes_sent == traffic.bytes_sent > 0
+    assert calls.sent_bytes == traffic.sent_bytes > 0
     assert calls.num_calls == {"isend": traffic.num_messages_sent}

@@ -21,20 +21,28 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from omegaconf import OmegaConf
 from settings import CONF, load_settings
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import ddp_plugin.tuning.trials as trials
 import ddp_plugin.tuning.tuner as tuner
-from ddp_plugin import CustomDDPStrategy, StrategyConfig, Tuning, tune
+from ddp_plugin import (
+    CommunicationMonitor,
+    CustomDDPStrategy,
+    GlobalMeanLoss,
+    StragglerMonitor,
+    StrategyConfig,
+    Tuning,
+    tune,
+)
 from ddp_plugin.errors import DDPPluginError
 from ddp_plugin.hooks import HOOKS, CommHook, Contents
 from ddp_plugin.hooks.exact import AllReduce, allreduce
 from ddp_plugin.tuning.choice import is_faster
-from ddp_plugin.tuning.trials import StepClock, TrialRun, borrowed, fresh_loaders, untouched_process
+from ddp_plugin.tuning.trials import StepClock, TrialRun, borrowed, fresh_datamodule, fresh_loaders, untouched_process
 from tests.harness import ROOT, RankFailureError, ranks, run_ranks, trainer
 
 PAUSE_S = 0.1  # of the slow hook; a step of the model takes some milliseconds
@@ -306,12 +314,13 @@ class Uncopyable(Model):
         self.lock = threading.Lock()
         self.register_buffer("num_seen", torch.zeros(()))
         self.num_batches = 0
+        self.noises = [torch.Generator().manual_seed(4)]
         self.net[0].weight.requires_grad = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.num_seen += 1
         self.num_batches += 1
-        return super().training_step(batch, batch_idx)
+        return super().training_step(batch, batch_idx) * torch.rand((), generator=self.noises[0])
 
 
 def train(kind: type[Model], tuned: bool, folder: Path) -> Any:
@@ -364,6 +373,7 @@ def test_a_borrowed_module_is_put_back_whatever_happened_to_it() -> None:
         lent.num_seen = torch.ones(3)
         weight.requires_grad = True
         lent.eval()
+        torch.rand((), generator=lent.noises[0])
         lent.extra = nn.Linear(2, 2)
         1 / 0  # noqa: B018
     assert model.net[0] is linear
@@ -372,6 +382,7 @@ def test_a_borrowed_module_is_put_back_whatever_happened_to_it() -> None:
     assert model.num_seen is buffer
     assert model.net[1].weight.grad is gradient
     assert model.training
+    assert torch.equal(model.noises[0].get_state(), torch.Generator().manual_seed(4).get_state())
     assert not hasattr(model, "extra")
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), values, strict=True))
 
@@ -412,12 +423,14 @@ def test_a_loader_that_can_be_read_once_only_is_refused() -> None:
 def test_the_process_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_GLOBAL_SEED", "3")
     monkeypatch.delenv("PL_SEED_WORKERS", raising=False)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     torch.manual_seed(1)
     random.seed(1)
     expected = torch.get_rng_state(), random.getstate(), os.environ.copy()
     with suppress(ZeroDivisionError), untouched_process("cpu"):
         pl.seed_everything(9, workers=True, verbose=False)
         torch.use_deterministic_algorithms(True)
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.backends.cudnn.benchmark = True
         torch.set_grad_enabled(False)
         1 / 0  # noqa: B018
@@ -426,6 +439,24 @@ def test_the_process_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
     assert not torch.backends.cudnn.benchmark
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("setting", ["deterministic", "benchmark"])
+def test_what_trainers_set_in_a_process_ends_with_the_tuning(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+
+    def settings() -> tuple[Any, ...]:
+        found = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+        return (*found, os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+
+    before, seen = settings(), []
+    monkeypatch.setattr(tuner._Contest, "measure", lambda *_: pytest.fail("started"))
+    made = TrialRun.make_trainer
+    monkeypatch.setattr(TrialRun, "make_trainer", lambda *a, **k: (made(*a, **k), seen.append(settings()))[0])
+    quick_tune(devices=1, **{setting: True})
+    assert seen
+    assert before not in seen  # the Trainer did set it
+    assert settings() == before
 
 
 # ------------------------------------------------------------------------------------------------------------ one run
@@ -515,14 +546,55 @@ class Module(pl.LightningDataModule):
         return DataLoader(self.samples, 4)
 
 
+class Splitting(Module):
+    """Draws its training samples in ``setup``, and lends the loader that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(4)
+        self.loader = DataLoader(data(), 4, shuffle=True, generator=self.generator)
+        self.drawn: list[int] = []
+
+    def setup(self, stage: str) -> None:
+        self.drawn.append(int(torch.randint(1000, (), generator=self.generator)))
+
+    def train_dataloader(self) -> Any:
+        return self.loader
+
+
 @ranks(1, init=False)
-def test_a_datamodule_is_read_and_not_changed() -> None:
-    module = Module()
+@pytest.mark.parametrize("kind", [Module, Splitting])
+def test_a_datamodule_is_read_and_not_changed(kind: type[Module]) -> None:
+    module = kind()
     before = vars(module).copy()
-    run = TrialRun(Model(), None, module, (), {"accelerator": "cpu", "devices": 1})
+    run = TrialRun(Model(), None, module, (), {"accelerator": "cpu", "devices": 1, "use_distributed_sampler": False})
     with untouched_process("cpu"):
         assert run.seconds_per_step(CustomDDPStrategy(), 3, 1) > 0
     assert vars(module) == before
+    if isinstance(module, Splitting):
+        assert module.drawn == []
+        assert torch.equal(module.generator.get_state(), torch.Generator().manual_seed(4).get_state())
+
+
+def test_a_copied_datamodule_has_generators_of_its_own_wherever_they_lie() -> None:
+    module: Any = Module()
+    module.samples = data()
+    module.torch = torch.Generator().manual_seed(1)
+    module.nested = {"numpy": [np.random.default_rng(1)], "old": (np.random.RandomState(1), random.Random(1))}
+    module.sampler = RandomSampler(module.samples, generator=module.torch)
+    module.loaders = [DataLoader(module.samples, 4, sampler=module.sampler)]
+    module.system = random.SystemRandom()
+
+    def draw(of: Any) -> list[Any]:
+        numpy, (old, python) = of.nested["numpy"][0], of.nested["old"]
+        draws = [torch.rand((), generator=of.torch).item(), numpy.random(), old.rand(), python.random()]
+        return draws + [list(of.sampler), [batch[0].sum().item() for batch in of.loaders[0]]]
+
+    copies = [fresh_datamodule(module) for _ in range(2)]
+    assert copies[0].sampler.generator is copies[0].loaders[0].sampler.generator is copies[0].torch
+    assert copies[0].samples is copies[0].sampler.data_source is copies[0].loaders[0].dataset is module.samples
+    assert copies[0].system is module.system
+    assert draw(copies[0]) == draw(copies[1]) == draw(module)
 
 
 @ranks(1, init=False)
@@ -567,6 +639,17 @@ def test_the_clock_has_no_time_before_the_end() -> None:
         ({"no_such_argument": 1}, TypeError, "no_such_argument"),
         ({"path": "no/such/folder/x.yaml"}, ValueError, "folder that exists"),
         ({"path": str(ROOT / "pyproject.toml")}, ValueError, "which exists"),
+        ({"path": "/proc/tuned.yaml"}, ValueError, "folder that can be written"),
+        ({"static_graph": ["yes"]}, TypeError, "static_graph of True and False"),
+        ({"gradient_as_bucket_view": [1]}, TypeError, "gradient_as_bucket_view of True and False"),
+        ({"bucket_caps_mb": ["big"]}, TypeError, "bucket_caps_mb of numbers"),
+        ({"bucket_caps_mb": [True]}, TypeError, "bucket_caps_mb of numbers"),
+        ({"callbacks": GlobalMeanLoss()}, TypeError, "callbacks to be a list"),
+        ({"callbacks": [GlobalMeanLoss]}, TypeError, "callbacks of Lightning"),
+        ({"callbacks": [CommunicationMonitor()]}, ValueError, "CommunicationMonitor, which writes"),
+        ({"callbacks": [StragglerMonitor()]}, ValueError, "StragglerMonitor, which writes"),
+        ({"callbacks": [ModelCheckpoint()]}, ValueError, "ModelCheckpoint, which writes"),
+        ({"callbacks": [OnExceptionCheckpoint("here")]}, ValueError, "OnExceptionCheckpoint, which writes"),
     ],
 )
 def test_mistakes_are_refused_before_anything_starts(
@@ -686,6 +769,19 @@ def test_an_existing_file_is_replaced_where_that_is_asked_for(tmp_path: Path) ->
     assert OmegaConf.load(file) == {"bucket_cap_mb": None}
 
 
+@ranks(2, init=False)
+def test_a_path_that_exists_is_refused_on_every_rank() -> None:
+    with pytest.raises(ValueError, match="which exists"):
+        quick_tune(path=ROOT / "pyproject.toml")
+
+
+@ranks(2)
+def test_a_path_refused_on_one_rank_is_refused_on_all_that_have_met(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    with pytest.raises((ValueError, DDPPluginError)[rank], match="which exists"):
+        quick_tune(path=(ROOT / "pyproject.toml", tmp_path / "new.yaml")[rank])
+
+
 # ----------------------------------------------------------------------------------------------------------- launchers
 
 PROGRAM = """
@@ -703,17 +799,16 @@ PROGRAM = """
     HOOKS["slow"] = partial(slow, fewest=LAYER + 1)
 
     if __name__ == "__main__":
-        tuned, start_method, path = sys.argv[1:]
+        start_method, path = sys.argv[1:]
         torch.manual_seed(3)
         model, loader = Model(), DataLoader(data(), 4, shuffle=True)
         settings = {"accelerator": "cpu", "devices": 2}
         config = {"comm_hook": "slow", "start_method": start_method}
-        if tuned == "tuned":
-            config = tune(
-                model, loader, strategy=config, bucket_caps_mb=[SMALL_MB], path=path, **settings, **SHORT
-            ).config
-            assert CustomDDPStrategy.from_config(OmegaConf.load(path)).comm_hook.name == "slow"
-            config.bucket_cap_mb = None
+        config = tune(
+            model, loader, strategy=config, bucket_caps_mb=[SMALL_MB], path=path, **settings, **SHORT
+        ).config
+        assert CustomDDPStrategy.from_config(OmegaConf.load(path)).comm_hook.name == "slow"
+        config.bucket_cap_mb = None
         strategy = CustomDDPStrategy.from_config(config)
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
         trainer = L.Trainer(strategy=strategy, max_epochs=1, enable_model_summary=False, **settings, **quiet)
@@ -733,15 +828,23 @@ def run_program(folder: Path, *arguments: str) -> list[Any]:
     return [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
 
 
+def train_without_tuning() -> list[float]:
+    """What the program trains, in processes that no tuning has seen."""
+    torch.manual_seed(3)
+    model, loader = Model(), DataLoader(data(), 4, shuffle=True)
+    trainer(max_epochs=1).fit(model, loader)
+    return [value.double().sum().item() for value in model.parameters()]
+
+
 def test_a_script_that_lightning_starts_again_tunes_and_trains_as_if_it_had_not(tmp_path: Path) -> None:
-    tuned, plain = (run_program(tmp_path, name, "popen", str(tmp_path / "tuned.yaml")) for name in ("tuned", "plain"))
-    assert len(tuned) == 1
-    assert tuned == plain
+    assert run_program(tmp_path, "popen", str(tmp_path / "tuned.yaml")) == [
+        run_ranks(train_without_tuning, 2, init=False)[0]
+    ]
     assert OmegaConf.load(tmp_path / "tuned.yaml").bucket_cap_mb == SMALL_MB
     assert sorted(file.name for file in tmp_path.iterdir()) == ["program.py", "tuned.yaml"]
 
 
 def test_processes_that_end_with_the_tuning_bring_the_choice_home(tmp_path: Path) -> None:
-    assert len(run_program(tmp_path, "tuned", "spawn", str(tmp_path / "tuned.yaml"))) == 1
+    assert len(run_program(tmp_path, "spawn", str(tmp_path / "tuned.yaml"))) == 1
     assert OmegaConf.load(tmp_path / "tuned.yaml").bucket_cap_mb == SMALL_MB
     assert sorted(file.name for file in tmp_path.iterdir()) == ["program.py", "tuned.yaml"]

@@ -24,11 +24,11 @@ class Calls:
     """What was called inside the block, in all threads of this process.
 
     Attributes:
-        bytes_sent: bytes that this rank sends; where an algorithm is asymmetric, the mean over the ranks.
+        sent_bytes: bytes that this rank sends; where an algorithm is asymmetric, the mean over the ranks.
         num_calls: how often each function was called.
     """
 
-    bytes_sent: float = 0.0
+    sent_bytes: float = 0.0
     num_calls: Counter[str] = field(default_factory=Counter)
 
 
@@ -110,7 +110,7 @@ def counted_calls() -> Iterator[Calls]:
             rank = dist.get_rank(group)
             num_bytes = volume(dist.get_world_size(group), rank, *arguments, **settings) if rank >= 0 else 0.0
             with lock:
-                calls.bytes_sent += num_bytes
+                calls.sent_bytes += num_bytes
                 calls.num_calls[name] += 1
             return function(*arguments, **settings)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ddp_plugin.errors import explain
+from ddp_plugin.errors import check_count, explain
 
 __all__ = [
     "COSTS",
@@ -90,9 +90,9 @@ class Cost:
         num_rounds: rounds.
         num_messages: messages on the critical path, one after another.
         sent_ratio: what the busiest rank sends.
-        one_way_ratio: what the critical path carries, where a rank sends and receives at the same time.
-        both_ways_ratio: the same, where a rank either sends or receives.
-        of_all_ratio: what all ranks send together.
+        full_duplex_ratio: what the critical path carries, where a rank sends and receives at the same time.
+        half_duplex_ratio: the same, where a rank either sends or receives.
+        shared_ratio: what all ranks send together.
         added_ratio: what is added on the critical path.
         is_formula_only: whether this is the literature's formula, for an algorithm that this package does not run. Its
             ratios are those of a message so long that cutting it into many pieces costs nothing.
@@ -103,15 +103,16 @@ class Cost:
     num_rounds: int
     num_messages: int
     sent_ratio: float
-    one_way_ratio: float
-    both_ways_ratio: float
-    of_all_ratio: float
+    full_duplex_ratio: float
+    half_duplex_ratio: float
+    shared_ratio: float
     added_ratio: float
     is_formula_only: bool = False
 
     def medium_ratio(self, medium: str) -> float:
         """Returns what counts on a medium out of :data:`MEDIA`."""
-        return dict(zip(MEDIA, (self.one_way_ratio, self.both_ways_ratio, self.of_all_ratio), strict=True))[medium]
+        ratio: float = getattr(self, f"{medium}_ratio")
+        return ratio
 
 
 def _ring(n: int) -> Cost:
@@ -140,10 +141,7 @@ def _recursive_doubling(n: int) -> Cost:
 
 
 def _parameter_server(n: int, num_servers: int = 1) -> Cost:
-    if not 1 <= num_servers <= n:
-        raise ValueError(
-            explain(f"num_servers from 1 to the world size, {n}", repr(num_servers), "Give a number of serving ranks")
-        )
+    check_count("num_servers", num_servers, 1, most=n)
     if n == 1:
         return Cost("parameter_server", n, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
     gathered, server = (n - 1) / num_servers, (n + num_servers - 2) / num_servers
@@ -186,8 +184,7 @@ def cost_of(algorithm: str, world_size: int, **options: Any) -> Cost:
     """
     if algorithm not in COSTS:
         raise ValueError(explain(f"an algorithm out of {sorted(COSTS)}", repr(algorithm), "Choose one of these names"))
-    if world_size < 1:
-        raise ValueError(explain("a world size of at least 1", repr(world_size), "Give the number of ranks"))
+    check_count("world_size", world_size, 1)
     known = {"num_servers"} if algorithm == "parameter_server" else set()
     if unknown := set(options) - known:
         raise ValueError(
@@ -259,7 +256,7 @@ def render_cost_table(costs: Sequence[Cost]) -> str:
     header = ("ranks", "algorithm", "rounds", "messages", "sent by a rank", "critical path", "added", "all ranks")
     rows: list[tuple[str, ...]] = [header]
     for one in costs:
-        volumes = (one.sent_ratio, one.one_way_ratio, one.added_ratio, one.of_all_ratio)
+        volumes = (one.sent_ratio, one.full_duplex_ratio, one.added_ratio, one.shared_ratio)
         name = one.algorithm + (" *" if one.is_formula_only else "")
         counts = (str(one.num_rounds), str(one.num_messages))
         rows.append((str(one.world_size), name, *counts, *(f"{volume:.4g} V" for volume in volumes)))

@@ -14,7 +14,7 @@ from torch import Tensor
 from ddp_plugin.collectives.lane import shared_lane
 from ddp_plugin.collectives.schedules import RankRound, Schedule, make_schedule, piece_bounds, rank_rounds, span
 from ddp_plugin.collectives.traffic import note_round, note_segment
-from ddp_plugin.errors import explain
+from ddp_plugin.errors import check_count, explain
 
 __all__ = [
     "DEFAULT_SEGMENT_BYTES",
@@ -408,9 +408,5 @@ def _check_settings(op: str, dtype: torch.dtype, segment_bytes: int | None) -> N
         raise ValueError(
             explain("op='sum' for integers, whose mean is none", f"op='mean' for {dtype}", "Convert to a float first")
         )
-    if segment_bytes is not None and (
-        isinstance(segment_bytes, bool) or not isinstance(segment_bytes, int) or segment_bytes < 1
-    ):
-        raise ValueError(
-            explain("segment_bytes of at least 1, or None", repr(segment_bytes), f"Try {DEFAULT_SEGMENT_BYTES}")
-        )
+    if segment_bytes is not None:
+        check_count("segment_bytes", segment_bytes, 1)

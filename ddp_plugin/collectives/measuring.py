@@ -10,17 +10,16 @@ import torch.distributed as dist
 
 from ddp_plugin.collectives.cost import Measurement
 from ddp_plugin.collectives.execution import DEFAULT_SEGMENT_BYTES, all_reduce
+from ddp_plugin.collectives.schedules import ALGORITHMS
 from ddp_plugin.errors import explain
 
 __all__ = ["measure", "measure_gamma_s_per_byte"]
-
-_EVERY_ALGORITHM: Mapping[str, Mapping[str, Any]] = {"ring": {}, "tree": {}, "butterfly": {}, "parameter_server": {}}
 
 
 def measure(
     sizes_bytes: Sequence[int],
     group: dist.ProcessGroup | None = None,
-    algorithms: Sequence[str] | Mapping[str, Mapping[str, Any]] = _EVERY_ALGORITHM,
+    algorithms: Sequence[str] | Mapping[str, Mapping[str, Any]] = tuple(ALGORITHMS),
     *,
     num_repeats: int = 5,
     segment_bytes: int | None = DEFAULT_SEGMENT_BYTES,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from ddp_plugin.errors import explain
+from ddp_plugin.errors import check_count, explain
 
 __all__ = [
     "ALGORITHMS",
@@ -202,14 +202,7 @@ def parameter_server(world_size: int, num_servers: int = 1) -> Schedule:
     Reference:
         M. Li et al., Scaling distributed machine learning with the parameter server, 2014.
     """
-    if isinstance(num_servers, bool) or not isinstance(num_servers, int) or not 1 <= num_servers <= world_size:
-        raise ValueError(
-            explain(
-                f"num_servers from 1 to the world size, {world_size}",
-                repr(num_servers),
-                "Give a number of ranks that serve",
-            )
-        )
+    check_count("num_servers", num_servers, 1, most=world_size)
     # Worker w + 1 first at server w: the servers are not all asked by rank 0 first, then all by rank 1, and so on.
     links = [((s + i) % world_size, s) for i in range(1, world_size) for s in range(num_servers)]
     push = tuple(Transfer(worker, server, _one(server), "add") for worker, server in links)
@@ -242,8 +235,7 @@ def make_schedule(algorithm: str, world_size: int, **options: Any) -> Schedule:
         raise ValueError(
             explain(f"an algorithm out of {sorted(ALGORITHMS)}", repr(algorithm), "Choose one of these names")
         )
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(explain("a world size of at least 1", repr(world_size), "Give the number of ranks"))
+    check_count("world_size", world_size, 1)
     known = set(inspect.signature(ALGORITHMS[algorithm]).parameters) - {"world_size"}
     if unknown := set(options) - known:
         raise ValueError(

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ddp_plugin.collectives.schedules import Schedule, Transfer, piece_bounds, span
+from ddp_plugin.collectives.schedules import Schedule, piece_bounds, span
 
-__all__ = ["CriticalPath", "RankLoad", "Snapshot", "critical_path", "loads", "mistakes", "owners", "snapshots"]
+__all__ = ["CriticalPath", "RankLoad", "Snapshot", "critical_path", "loads", "owners", "snapshots"]
 
 Snapshot = tuple[tuple[tuple[int, ...], ...], ...]
 """``snapshot[rank][piece][contributor]``: how often a rank's contribution is in a piece, on a rank."""
@@ -21,17 +21,17 @@ class RankLoad:
     """What one rank does in an all-reduce.
 
     Attributes:
-        bytes_sent: bytes that it sends.
-        bytes_received: bytes that it receives.
-        bytes_added: bytes of its message that it adds something to, counted once for each addition.
+        sent_bytes: bytes that it sends.
+        received_bytes: bytes that it receives.
+        added_bytes: bytes of its message that it adds something to, counted once for each addition.
         num_messages_sent: messages that it sends; empty ones are not sent, and cutting into segments does not count.
         num_messages_received: messages that it receives.
         num_rounds: rounds in which it has one to send or to receive.
     """
 
-    bytes_sent: int
-    bytes_received: int
-    bytes_added: int
+    sent_bytes: int
+    received_bytes: int
+    added_bytes: int
     num_messages_sent: int
     num_messages_received: int
     num_rounds: int
@@ -44,18 +44,18 @@ class CriticalPath:
     Attributes:
         num_rounds: rounds with a message in them.
         num_messages: messages one after another, where a rank sends one and receives one at a time.
-        bytes_one_way: bytes, where a rank sends and receives at the same time.
-        bytes_both_ways: bytes, where a rank either sends or receives.
-        bytes_of_all: bytes of all ranks together, where one medium carries them all.
-        bytes_added: bytes added.
+        full_duplex_bytes: bytes, where a rank sends and receives at the same time.
+        half_duplex_bytes: bytes, where a rank either sends or receives.
+        shared_bytes: bytes of all ranks together, where one medium carries them all.
+        added_bytes: bytes added.
     """
 
     num_rounds: int
     num_messages: int
-    bytes_one_way: int
-    bytes_both_ways: int
-    bytes_of_all: int
-    bytes_added: int
+    full_duplex_bytes: int
+    half_duplex_bytes: int
+    shared_bytes: int
+    added_bytes: int
 
 
 def snapshots(schedule: Schedule) -> list[Snapshot]:
@@ -87,70 +87,6 @@ def owners(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def mistakes(schedule: Schedule) -> list[str]:
-    """Returns what is wrong with a schedule, in words; an empty list means that it is an all-reduce.
-
-    Besides the result this looks for what no executor could run: a rank that sends to itself or to nobody, and a rank
-    that would overwrite what it still has to send. What is sent may be added to only as a whole, in equal segments.
-    """
-    found = [
-        f"round {number}: {mistake}"
-        for number, transfers in enumerate(schedule.rounds)
-        for mistake in _mistakes_of_a_round(schedule, transfers)
-    ]
-    actions = [transfer.action for transfers in schedule.rounds for transfer in transfers]
-    if actions != sorted(actions):  # "add" before "copy"
-        found.append("a rank adds after another one has begun to copy")
-    if found:
-        return found
-    return [
-        f"rank {rank} has rank {contributor}'s part of piece {piece} {count} times"
-        for rank, pieces in enumerate(snapshots(schedule)[-1])
-        for piece, counts in enumerate(pieces)
-        for contributor, count in enumerate(counts)
-        if count != 1
-    ]
-
-
-def _mistakes_of_a_round(schedule: Schedule, transfers: Sequence[Transfer]) -> list[str]:
-    found = [
-        f"{transfer} is outside {schedule.world_size} ranks, or goes nowhere"
-        for transfer in transfers
-        if not _is_possible(transfer, schedule)
-    ]
-    for rank in range(schedule.world_size):
-        sent = [transfer.pieces for transfer in transfers if transfer.source == rank]
-        written = [transfer for transfer in transfers if transfer.target == rank]
-        for i, transfer in enumerate(written):
-            if any(_overlap(transfer.pieces, pieces) and not _may_add(transfer, pieces) for pieces in sent):
-                found.append(f"rank {rank} overwrites pieces {transfer.pieces} while it sends them")
-            for other in written[:i]:
-                if _overlap(transfer.pieces, other.pieces) and not _may_add(transfer, other.pieces, other.action):
-                    found.append(f"rank {rank} receives pieces {transfer.pieces} in two ways")
-    return found
-
-
-def _is_possible(transfer: Transfer, schedule: Schedule) -> bool:
-    ranks, pieces = range(schedule.world_size), range(schedule.num_pieces)
-    return (
-        transfer.source in ranks
-        and transfer.target in ranks
-        and transfer.source != transfer.target
-        and len(transfer.pieces) > 0
-        and transfer.pieces.step == 1
-        and transfer.pieces[0] in pieces
-        and transfer.pieces[-1] in pieces
-    )
-
-
-def _overlap(first: range, second: range) -> bool:
-    return max(first.start, second.start) < min(first.stop, second.stop)
-
-
-def _may_add(transfer: Transfer, pieces: range, action: str = "add") -> bool:
-    return transfer.action == action == "add" and transfer.pieces == pieces
-
-
 @lru_cache(maxsize=256)
 def loads(schedule: Schedule, num_elements: int, element_size_bytes: int) -> tuple[RankLoad, ...]:
     """Returns what each rank sends, receives and adds for a message of a given size, exactly.
@@ -180,10 +116,10 @@ def critical_path(schedule: Schedule, num_elements: int, element_size_bytes: int
     return CriticalPath(
         num_rounds=len(rows),
         num_messages=sum(max(max(load[3], load[4]) for load in row) for row in rows),
-        bytes_one_way=sum(max(max(load[0], load[1]) for load in row) for row in rows),
-        bytes_both_ways=sum(max(load[0] + load[1] for load in row) for row in rows),
-        bytes_of_all=sum(sum(load[0] for load in row) for row in rows),
-        bytes_added=sum(max(load[2] for load in row) for row in rows),
+        full_duplex_bytes=sum(max(max(load[0], load[1]) for load in row) for row in rows),
+        half_duplex_bytes=sum(max(load[0] + load[1] for load in row) for row in rows),
+        shared_bytes=sum(sum(load[0] for load in row) for row in rows),
+        added_bytes=sum(max(load[2] for load in row) for row in rows),
     )
 
 

@@ -13,15 +13,15 @@ class Traffic:
     """Counts of one process.
 
     Attributes:
-        bytes_sent: bytes of the tensors that it sent, without what the transport adds.
-        bytes_received: the same for what it received.
+        sent_bytes: bytes of the tensors that it sent, without what the transport adds.
+        received_bytes: the same for what it received.
         num_messages_sent: messages; a transfer that was cut into segments counts once for each.
         num_messages_received: the same for what it received.
         num_rounds: rounds of schedules in which it sent or received something.
     """
 
-    bytes_sent: int = 0
-    bytes_received: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
     num_messages_sent: int = 0
     num_messages_received: int = 0
     num_rounds: int = 0
@@ -59,8 +59,8 @@ def note_segment(num_bytes: int, is_sent: bool) -> None:
     with _lock:
         for traffic in _counting:
             if is_sent:
-                traffic.bytes_sent += num_bytes
+                traffic.sent_bytes += num_bytes
                 traffic.num_messages_sent += 1
             else:
-                traffic.bytes_received += num_bytes
+                traffic.received_bytes += num_bytes
                 traffic.num_messages_received += 1

@@ -81,7 +81,7 @@ class AttachedHook:
         self._contents.clear()
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
 
-    def reduce(self, bucket: GradBucket) -> "torch.futures.Future[torch.Tensor]":
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Starts the exchange of a bucket; returns at once.
 
         Returns:
@@ -115,7 +115,7 @@ class AttachedHook:
             exchange.mean_(gradient, contents)
         return gradient
 
-    def _reduce_sparse(self, gradient: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
+    def _reduce_sparse(self, gradient: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         if not self._exchange.takes_sparse:
             raise TypeError(
                 explain(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ddp_plugin.hooks._contents import Contents
 from ddp_plugin.process_group import HeldGroup
 
-__all__ = ["DirectExchange", "Exchange"]
+__all__ = ["DirectExchange", "Exchange", "done"]
 
 
 class Exchange(ABC):
@@ -71,7 +71,7 @@ class DirectExchange(Exchange):
     """An exchange of a single collective, which needs no lane: DDP can wait for its future as it is."""
 
     @abstractmethod
-    def start(self, values: torch.Tensor, contents: Contents) -> "torch.futures.Future[torch.Tensor]":
+    def start(self, values: torch.Tensor, contents: Contents) -> torch.futures.Future[torch.Tensor]:
         """Starts to replace ``values`` by their mean; the future's value is ``values``.
 
         Collectives:
@@ -81,3 +81,13 @@ class DirectExchange(Exchange):
     def mean_(self, values: torch.Tensor, contents: Contents, error: torch.Tensor | None = None) -> None:
         """See :meth:`Exchange.mean_`."""
         self.start(values, contents).wait()
+
+
+def done(values: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Returns a future that is done already, as DDP wants it on the device of the values."""
+    device = values.device
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+        devices=None if device.type == "cpu" else [device]
+    )
+    future.set_result(values)
+    return future

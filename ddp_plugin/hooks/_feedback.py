@@ -56,9 +56,6 @@ class Residuals:
         self._by_name: dict[str, torch.Tensor] = {}  # views into the flat ones, or loaded ones that no bucket took yet
         self._scale: dict[Contents, torch.Tensor] = {}
 
-    def __len__(self) -> int:
-        return len(self._by_name)
-
     def of(self, contents: Contents, device: torch.device, loss_scale: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the residual of a bucket, to be changed in place; zero for what was never exchanged.
 
@@ -118,7 +115,3 @@ class Residuals:
         self._flat.clear()
         self._scale.clear()
         self._by_name = {name: mean.clone() for name, mean in means.items()}
-
-    def keep_only(self, names: "set[str]") -> None:
-        """Forgets the residuals of all parameters but these."""
-        self._by_name = {name: view for name, view in self._by_name.items() if name in names}

@@ -41,25 +41,25 @@ class Packing:
     """Which parts of a flat tensor travel as two factors, and which as they are.
 
     Attributes:
-        rank: rows of each factor.
+        matrix_rank: rows of each factor.
         groups: the matrices that are compressed; those of one shape stand together.
         dense: the other parts as ``(start, stop)``, neighbours joined.
     """
 
-    rank: int
+    matrix_rank: int
     groups: tuple[tuple[Matrix, ...], ...]
     dense: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(
-        cls, names: Sequence[str], shapes: Sequence[tuple[int, ...]], rank: int, min_compression_ratio: float
+        cls, names: Sequence[str], shapes: Sequence[tuple[int, ...]], matrix_rank: int, min_compression_ratio: float
     ) -> "Packing":
         """Divides parameters that lie behind one another.
 
         Args:
             names: of the parameters.
             shapes: their shapes.
-            rank: of the factors.
+            matrix_rank: of the factors.
             min_compression_ratio: at least 1; a matrix stays as it is unless both its factors together have at least
                 this many times fewer elements.
         """
@@ -69,14 +69,14 @@ class Packing:
         for name, shape in zip(names, shapes, strict=True):
             stop = start + math.prod(shape)
             num_rows, num_columns = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
-            if num_rows * num_columns >= min_compression_ratio * rank * (num_rows + num_columns) > 0:
+            if num_rows * num_columns >= min_compression_ratio * matrix_rank * (num_rows + num_columns) > 0:
                 by_shape.setdefault((num_rows, num_columns), []).append(Matrix(name, start, num_rows, num_columns))
             elif dense and dense[-1][1] == start:
                 dense[-1] = (dense[-1][0], stop)
             else:
                 dense.append((start, stop))
             start = stop
-        return cls(rank, tuple(tuple(group) for group in by_shape.values()), tuple(dense))
+        return cls(matrix_rank, tuple(tuple(group) for group in by_shape.values()), tuple(dense))
 
     @property
     def num_dense(self) -> int:
@@ -86,12 +86,12 @@ class Packing:
     @property
     def num_left(self) -> int:
         """Elements of all left factors, one entry per row of each matrix and rank."""
-        return self.rank * sum(len(group) * group[0].num_rows for group in self.groups)
+        return self.matrix_rank * sum(len(group) * group[0].num_rows for group in self.groups)
 
     @property
     def num_right(self) -> int:
         """Elements of all right factors, one entry per column of each matrix and rank."""
-        return self.rank * sum(len(group) * group[0].num_columns for group in self.groups)
+        return self.matrix_rank * sum(len(group) * group[0].num_columns for group in self.groups)
 
     def split_left(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns for each group the view ``(len(group), rank, num_rows)`` of a tensor of ``num_left`` elements."""
@@ -102,10 +102,10 @@ class Packing:
         return self._split(flat, [group[0].num_columns for group in self.groups])
 
     def _split(self, flat: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
-        sizes = [len(group) * self.rank * length for group, length in zip(self.groups, lengths, strict=True)]
+        sizes = [len(group) * self.matrix_rank * length for group, length in zip(self.groups, lengths, strict=True)]
         parts = torch.split(flat, sizes) if sizes else ()
         return [
-            part.view(len(group), self.rank, length)
+            part.view(len(group), self.matrix_rank, length)
             for part, group, length in zip(parts, self.groups, lengths, strict=True)
         ]
 
@@ -131,18 +131,18 @@ def orthonormal_rows(rows: torch.Tensor) -> torch.Tensor:
     return torch.where(is_finite, orthonormal, torch.nan).contiguous()
 
 
-def starting_rows(name: str, rank: int, length: int, seed: int) -> torch.Tensor:
+def starting_rows(name: str, matrix_rank: int, length: int, seed: int) -> torch.Tensor:
     """Returns orthonormal random rows, the same ones wherever this is called with the same arguments.
 
     Args:
         name: of the parameter; each has a random stream of its own.
-        rank: number of rows, at most ``length``.
+        matrix_rank: number of rows, at most ``length``.
         length: of a row.
         seed: of all streams.
 
     Returns:
-        Shape ``(rank, length)``, float64, on the CPU.
+        Shape ``(matrix_rank, length)``, float64, on the CPU.
     """
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return orthonormal_rows(torch.randn(1, rank, length, generator=generator, dtype=torch.float64))[0]
+    return orthonormal_rows(torch.randn(1, matrix_rank, length, generator=generator, dtype=torch.float64))[0]

@@ -27,7 +27,7 @@ def resolve_hook(spec: HookSpec) -> CommHook:
 
     Raises:
         ValueError: no such name, or options that this hook does not have.
-        TypeError: something else entirely.
+        TypeError: an option of another type, or something else entirely.
     """
     if isinstance(spec, CommHook):
         return spec
@@ -61,7 +61,12 @@ def resolve_hook(spec: HookSpec) -> CommHook:
                 "Remove the unknown ones",
             )
         )
-    return HOOKS[name](**options)
+    try:
+        return HOOKS[name](**options)
+    except TypeError as error:
+        raise TypeError(
+            explain(f"options of comm_hook={name!r} of the right types", f"{options} ({error})", "Correct them")
+        ) from error
 
 
 def resolve_inner(spec: HookSpec, outer_name: str, *refused: str) -> CommHook:

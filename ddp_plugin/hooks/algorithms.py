@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_plugin.collectives import loads, make_schedule, run
+from ddp_plugin.errors import check_count
 from ddp_plugin.hooks._contents import Contents
 from ddp_plugin.hooks._exchange import Exchange
 from ddp_plugin.hooks._record import CommHook
@@ -42,7 +43,7 @@ class Algorithm(Exchange):
 
 def _wire_bytes(contents: Contents, world_size: int, rank: int, algorithm: str, **options: Any) -> int:
     schedule = make_schedule(algorithm, world_size, **options)
-    return loads(schedule, contents.num_elements, contents.element_size_bytes)[rank].bytes_sent
+    return loads(schedule, contents.num_elements, contents.element_size_bytes)[rank].sent_bytes
 
 
 def _record(algorithm: str, **options: Any) -> CommHook:
@@ -96,5 +97,5 @@ def parameter_server(num_servers: int = 1) -> CommHook:
     Collectives:
         As :func:`ring`.
     """
-    make_schedule("parameter_server", max(1, num_servers), num_servers=num_servers)  # refuses what no world size allows
+    check_count("num_servers", num_servers, 1)
     return _record("parameter_server", num_servers=num_servers)

@@ -24,7 +24,7 @@ class CastAllReduce(DirectExchange):
         super().__init__(group)
         self.dtype = dtype
 
-    def start(self, values: torch.Tensor, contents: Contents) -> "torch.futures.Future[torch.Tensor]":
+    def start(self, values: torch.Tensor, contents: Contents) -> torch.futures.Future[torch.Tensor]:
         """See :meth:`DirectExchange.start`.
 
         Collectives:

@@ -15,7 +15,7 @@ class AllReduce(DirectExchange):
 
     takes_sparse = True
 
-    def start(self, values: torch.Tensor, contents: Contents) -> "torch.futures.Future[torch.Tensor]":
+    def start(self, values: torch.Tensor, contents: Contents) -> torch.futures.Future[torch.Tensor]:
         """See :meth:`DirectExchange.start`.
 
         Collectives:

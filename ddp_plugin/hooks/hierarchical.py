@@ -13,9 +13,10 @@ Reference:
 """
 
 import itertools
+import math
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_plugin import _compat
-from ddp_plugin.errors import explain
+from ddp_plugin.collectives.schedules import piece_bounds
+from ddp_plugin.errors import check_count, explain
 from ddp_plugin.hooks._contents import Contents
 from ddp_plugin.hooks._exchange import Exchange
 from ddp_plugin.hooks._record import CommHook
@@ -139,16 +141,11 @@ def shard_bounds(contents: Contents, num_shards: int, whole_parameters: bool) ->
     Returns:
         Where each shard begins, and the end of the last one: ``num_shards + 1`` positions.
     """
-    num_elements = contents.num_elements
-    even = [num_elements * index // num_shards for index in range(num_shards + 1)]
+    even = list(piece_bounds(contents.num_elements, num_shards))
     if not whole_parameters:
         return even
-    ends = [0, *itertools.accumulate(_num_elements(shape) for shape in contents.shapes)]
-    return [0, *(min(ends, key=lambda end: abs(end - ideal)) for ideal in even[1:-1]), num_elements]
-
-
-def _num_elements(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
+    ends = [0, *itertools.accumulate(math.prod(shape) for shape in contents.shapes)]
+    return [0, *(min(ends, key=lambda end: abs(end - ideal)) for ideal in even[1:-1]), contents.num_elements]
 
 
 def _shard_contents(contents: Contents, start: int, stop: int, whole_parameters: bool) -> Contents | None:
@@ -157,7 +154,7 @@ def _shard_contents(contents: Contents, start: int, stop: int, whole_parameters:
     if not whole_parameters:
         name = f"{contents.names[0]}..{contents.names[-1]}[{start}:{stop}]"
         return Contents((name,), ((stop - start,),), contents.dtype)
-    ends = list(itertools.accumulate(_num_elements(shape) for shape in contents.shapes))
+    ends = list(itertools.accumulate(math.prod(shape) for shape in contents.shapes))
     inside = [index for index, end in enumerate(ends) if start < end <= stop]
     names, shapes = contents.names, contents.shapes
     return Contents(tuple(names[i] for i in inside), tuple(shapes[i] for i in inside), contents.dtype)
@@ -317,14 +314,8 @@ def hierarchical(between: HookSpec = "allreduce", ranks_per_node: int | None = N
         Two all-to-alls inside the node and those of ``between`` for each bucket, in the lane, all ranks in the same
         order; one all-reduce on a single node; until its ``start_step`` one all-reduce.
     """
-    if ranks_per_node is not None and (
-        isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int) or ranks_per_node < 1
-    ):
-        raise ValueError(
-            explain(
-                "ranks_per_node to be an integer of at least 1", repr(ranks_per_node), "Correct it, or leave it out"
-            )
-        )
+    if ranks_per_node is not None:
+        check_count("ranks_per_node", ranks_per_node, 1)
     inner = resolve_inner(between, "hierarchical", "hierarchical")
     levels: dict[str, Any] = {"between": inner, "ranks_per_node": ranks_per_node}
     return replace(

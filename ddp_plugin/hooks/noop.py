@@ -4,7 +4,7 @@ import torch
 
 from ddp_plugin.errors import explain
 from ddp_plugin.hooks._contents import Contents
-from ddp_plugin.hooks._exchange import DirectExchange
+from ddp_plugin.hooks._exchange import DirectExchange, done
 from ddp_plugin.hooks._record import CommHook
 
 __all__ = ["Nothing", "noop"]
@@ -15,17 +15,13 @@ class Nothing(DirectExchange):
 
     takes_sparse = True
 
-    def start(self, values: torch.Tensor, contents: Contents) -> "torch.futures.Future[torch.Tensor]":
+    def start(self, values: torch.Tensor, contents: Contents) -> torch.futures.Future[torch.Tensor]:
         """Returns a future that is done.
 
         Collectives:
             None.
         """
-        done: torch.futures.Future[torch.Tensor] = (
-            torch.futures.Future() if values.device.type == "cpu" else torch.futures.Future(devices=[values.device])
-        )
-        done.set_result(values)
-        return done
+        return done(values)
 
 
 def noop(for_measuring: bool = False) -> CommHook:

@@ -21,9 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_plugin._compat import GradBucket
 from ddp_plugin.averaging import average, chunks, flatten, take_from_first_rank, unflatten
-from ddp_plugin.errors import explain
+from ddp_plugin.errors import check_count, explain
 from ddp_plugin.hooks._attached import AttachedHook
 from ddp_plugin.hooks._contents import Contents
+from ddp_plugin.hooks._exchange import done
 from ddp_plugin.hooks._feedback import working_dtype
 from ddp_plugin.hooks._record import CommHook, OuterStep
 from ddp_plugin.hooks._resolve import HookSpec, resolve_inner
@@ -126,7 +127,7 @@ class Averager(AttachedHook):
                     if view is not None and before is not None:
                         view.copy_(before)
 
-    def _walk(self, pieces: "list[_Piece] | None" = None) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    def _walk(self, pieces: list[_Piece] | None = None) -> list[tuple[Tensor, Tensor, Tensor | None]]:
         """Returns each parameter with the views of its anchor and its momentum."""
         found: list[tuple[Tensor, Tensor, Tensor | None]] = []
         for piece in self._pieces if pieces is None else pieces:
@@ -148,16 +149,13 @@ class Averager(AttachedHook):
 
     # ---------------------------------------------------------------------------------------------------- the steps
 
-    def reduce(self, bucket: GradBucket) -> "torch.futures.Future[Tensor]":
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Gives a bucket back as it is; within ``model.no_sync()`` DDP does not even ask.
 
         Collectives:
             None.
         """
-        device = bucket.buffer().device
-        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=None if device.type == "cpu" else [device])
-        done.set_result(bucket.buffer())
-        return done
+        return done(bucket.buffer())
 
     @property
     def num_steps(self) -> int:
@@ -187,7 +185,7 @@ class Averager(AttachedHook):
         is_alone = self._exchange.world_size == 1
         if is_alone and self.outer.learning_rate == 1 and not self.outer.momentum:
             return  # its mean is what it has, without the rounding of a difference
-        is_exact = self._num_steps <= self.hook.start_step * self.outer.period
+        is_exact = self._num_steps <= self.hook.start_step
         exchange = self._exact if is_exact else self._exchange
         for piece in self._pieces:
             gradient = flatten(piece.parameters, piece.anchor.dtype).sub_(piece.anchor).neg_()
@@ -295,7 +293,7 @@ def local_sgd(period: int = 8, between: HookSpec = "allreduce") -> CommHook:
     Collectives:
         None for a gradient. Every ``period`` steps those of ``between``, and the means of the buffers, all ranks.
     """
-    return _record("local_sgd", OuterStep(_checked_period(period)), between, {"period": period})
+    return _record("local_sgd", OuterStep(period), between, {"period": period})
 
 
 def diloco(
@@ -329,18 +327,13 @@ def diloco(
         raise ValueError(explain("an outer momentum of at least 0 and below 1", repr(momentum), "0.9 is the default"))
     if nesterov and not momentum:
         raise ValueError(explain("a momentum above 0 beside nesterov=True", repr(momentum), "Set nesterov=False"))
-    outer = OuterStep(_checked_period(period), float(learning_rate), float(momentum), bool(nesterov))
+    outer = OuterStep(period, float(learning_rate), float(momentum), bool(nesterov))
     options = {"period": period, "learning_rate": learning_rate, "momentum": momentum, "nesterov": nesterov}
     return _record("diloco", outer, between, options)
 
 
-def _checked_period(period: int) -> int:
-    if isinstance(period, bool) or not isinstance(period, int) or period < 1:
-        raise ValueError(explain("period to be an integer of at least 1", repr(period), "Count optimizer steps"))
-    return period
-
-
 def _record(name: str, outer: OuterStep, between: HookSpec, options: Mapping[str, Any]) -> CommHook:
+    check_count("period", outer.period, 1)
     inner = resolve_inner(between, name)
 
     def wire_bytes(contents: Contents, world_size: int, rank: int) -> int:

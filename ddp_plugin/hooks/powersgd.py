@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_plugin.errors import explain
+from ddp_plugin.errors import check_count, explain
 from ddp_plugin.hooks._contents import Contents
 from ddp_plugin.hooks._exchange import Exchange
 from ddp_plugin.hooks._feedback import working_dtype
@@ -138,14 +138,14 @@ class LowRank(Exchange):
         self._num_draws = dict(state["num_draws"])
 
 
-def _wire_bytes(contents: Contents, world_size: int, rank: int, pack: "partial[Packing]") -> int:
+def _wire_bytes(contents: Contents, world_size: int, rank: int, pack: partial[Packing]) -> int:
     packing, size_bytes = pack(contents.names, contents.shapes), working_dtype(contents.dtype).itemsize
     return ring_bytes(packing.num_dense + packing.num_left, size_bytes, world_size) + ring_bytes(
         packing.num_right, size_bytes, world_size
     )
 
 
-def _error_bound(gradients: torch.Tensor, contents: Contents, pack: "partial[Packing]") -> torch.Tensor:
+def _error_bound(gradients: torch.Tensor, contents: Contents, pack: partial[Packing]) -> torch.Tensor:
     """The result is the mean matrix, projected: no column loses more than its own length, so no element does.
 
     Roundings come on top: those of products as long as a column, relative to the ranks' columns, which may cancel in
@@ -161,7 +161,7 @@ def _error_bound(gradients: torch.Tensor, contents: Contents, pack: "partial[Pac
         local = local / scale  # or the squares in a norm would leave float64's range
         lost = scale * local.mean(dim=0).norm(dim=0)
         rounded = (scale * local.norm(dim=1).mean(dim=0)).clamp(min=work.smallest_normal)
-        num_roundings = 4 * (matrix.num_rows + packing.rank + len(gradients))
+        num_roundings = 4 * (matrix.num_rows + packing.matrix_rank + len(gradients))
         column = lost + num_roundings * work.eps * rounded + own.eps * lost.clamp(min=own.smallest_normal)
         matrix.of(bound[0])[:] = column
     return bound
@@ -196,15 +196,15 @@ def powersgd(
         One all-reduce per bucket, and a second one where it has a matrix to compress, in the lane, all ranks in the
         same order; until ``start_step`` one all-reduce of the whole gradient.
     """
-    _check_count("matrix_rank", matrix_rank, 1)
-    _check_count("start_step", start_step, 0)
+    check_count("matrix_rank", matrix_rank, 1)
+    check_count("start_step", start_step, 0)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ValueError(explain("an integer as seed", repr(seed), "Give one"))
     if not min_compression_ratio >= 1:
         raise ValueError(
             explain("min_compression_ratio of at least 1", repr(min_compression_ratio), "Raise it; 2 is the default")
         )
-    pack = partial(Packing.of, rank=matrix_rank, min_compression_ratio=min_compression_ratio)
+    pack = partial(Packing.of, matrix_rank=matrix_rank, min_compression_ratio=min_compression_ratio)
     options: Mapping[str, Any] = {
         "matrix_rank": matrix_rank,
         "warm_start": warm_start,
@@ -220,8 +220,3 @@ def powersgd(
         needs_matrices=True,
         options={**options, "start_step": start_step},
     )
-
-
-def _check_count(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(explain(f"{name} to be an integer of at least {least}", repr(value), f"Correct {name}"))

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_plugin._compat import all_gather_flat
-from ddp_plugin.errors import explain
+from ddp_plugin.errors import check_count, explain
 from ddp_plugin.hooks._blocks import CODECS, BlockCodec
 from ddp_plugin.hooks._contents import Contents
 from ddp_plugin.hooks._exchange import Exchange
@@ -100,7 +100,8 @@ def _error_bound(gradients: torch.Tensor, contents: Contents, codec: BlockCodec,
 
 
 def _record(name: str, block_size: int, error_feedback: bool) -> CommHook:
-    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 2 or block_size % 2:
+    check_count("block_size", block_size, 2)
+    if block_size % 2:
         raise ValueError(
             explain(f"block_size of comm_hook={name!r} to be an even number of at least 2", repr(block_size), "Use 256")
         )

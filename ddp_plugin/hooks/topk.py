@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_plugin._compat import all_gather_flat
-from ddp_plugin.errors import explain
+from ddp_plugin.errors import check_count, explain
 from ddp_plugin.hooks._contents import Contents
 from ddp_plugin.hooks._exchange import Exchange
 from ddp_plugin.hooks._feedback import working_dtype
@@ -141,8 +141,7 @@ def topk(density: float = 0.05, start_step: int = 200) -> CommHook:
     """
     if not 0 < density <= 1:
         raise ValueError(explain("density above 0 and at most 1", repr(density), "Give a part, such as 0.01"))
-    if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
-        raise ValueError(explain("start_step to be an integer of at least 0", repr(start_step), "Correct start_step"))
+    check_count("start_step", start_step, 0)
     return CommHook(
         "topk",
         partial(LargestElements, density=density),

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ddp_plugin.hooks import HOOKS, CommHook, Contents
+from ddp_plugin.hooks import HOOKS, CommHook, Contents, resolve_hook
 from tests.benchmarks.report import machine
 from tests.harness import run_ranks
 
@@ -148,7 +148,7 @@ def read_hook(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def main() -> None:
-    """Trains, prints a line for each hook as it comes, and fails if one is not within the noise."""
+    """Trains, prints a line for each hook as it comes, and fails if one with gradients is not within the noise."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.losses", description=__doc__)
     parser.add_argument("hooks", nargs="*", help="names, with options as 'name option=value'; default: all lossy ones")
     parser.add_argument("--seeds", type=int, default=8, help="exact runs")
@@ -192,10 +192,12 @@ def main() -> None:
         for text, hook in map(read_hook, arguments.hooks or lossy_hooks()):
             found, elapsed_s = losses(hook, arguments.lossy_seeds)
             above, passed = verdict(found, exact)
-            all_passed &= passed
+            is_another_algorithm = resolve_hook(hook).outer is not None  # which nobody expects to train alike
+            all_passed &= passed or is_another_algorithm
+            words = "within the noise" if passed else "NOT within the noise"
             print(
                 f"  {text:<40}{statistics.mean(found):.4f}  {above:+6.1f} standard deviations  "
-                f"{'within the noise' if passed else 'NOT within the noise'}  ({elapsed_s:.0f} s)",
+                f"{words}{', another algorithm' if is_another_algorithm else ''}  ({elapsed_s:.0f} s)",
                 flush=True,
             )
     if not all_passed:
