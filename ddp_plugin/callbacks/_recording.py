@@ -10,10 +10,14 @@ from torch import Tensor
 
 from ddp_plugin import _compat
 from ddp_plugin.callbacks._shell import control_group_of
+from ddp_plugin.errors import explain
 from ddp_plugin.timeline.recorder import StepRecorder, clock_for
 from ddp_plugin.timeline.steps import StepTimeline
 
-__all__ = ["StepRecording"]
+__all__ = ["MAX_REPORTS", "StepRecording"]
+
+MAX_REPORTS = 1000
+"""How many reports a monitor keeps, the newest; the loggers have had the others."""
 
 
 class StepRecording(pl.Callback):
@@ -24,6 +28,9 @@ class StepRecording(pl.Callback):
     Args:
         every_n_steps: optimizer steps from one exchange to the next.
 
+    Raises:
+        ValueError: not a whole number of at least 1.
+
     Collectives:
         Those of :meth:`_exchange`.
     """
@@ -32,6 +39,10 @@ class StepRecording(pl.Callback):
     _needs_buckets = False
 
     def __init__(self, every_n_steps: int) -> None:
+        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
+            raise ValueError(
+                explain("every_n_steps, a whole number of at least 1", repr(every_n_steps), "Count optimizer steps")
+            )
         self.every_n_steps = every_n_steps
         self._recorder = StepRecorder()
         self._group: dist.ProcessGroup | None = None

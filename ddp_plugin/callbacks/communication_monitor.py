@@ -1,6 +1,7 @@
 """What communication costs in a step: bytes, time, and how much of it the backward did not hide."""
 
 import importlib.util
+import tempfile
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,12 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
 from ddp_plugin import _compat
-from ddp_plugin.callbacks._recording import StepRecording
+from ddp_plugin.callbacks._recording import MAX_REPORTS, StepRecording
 from ddp_plugin.errors import explain
 from ddp_plugin.gather import gather_objects, gather_objects_to
 from ddp_plugin.hooks import HOOKS, Contents
 from ddp_plugin.timeline.chrome_trace import write_chrome_trace
-from ddp_plugin.timeline.picture import draw_timeline
+from ddp_plugin.timeline.picture import draw_timeline, picture_formats
 from ddp_plugin.timeline.steps import StepSummary, StepTimeline, steady, summarize
 
 __all__ = ["BucketReport", "CommunicationMonitor", "CommunicationReport"]
@@ -98,7 +99,9 @@ class CommunicationMonitor(StepRecording):
 
     At the end of ``fit`` rank 0 writes the last steps of all ranks as a Chrome trace (open it in Perfetto or
     ``chrome://tracing``) and as a picture of one of them. After an exception it writes those of its own rank, because
-    the others may not answer. Ranks' clocks are laid over one another at the ends of the reductions.
+    the others may not answer. Ranks' clocks are laid over one another at the ends of the reductions. Each ``fit``
+    writes the files again, over those that are there. Folders are made before training, and a file that could not be
+    written is refused then; if writing fails nevertheless, that is a warning, and the training stands.
 
     Watching the buckets replaces DDP's reducer by the bit-identical ``allreduce`` hook. On one process steps are timed
     and nothing else.
@@ -112,17 +115,18 @@ class CommunicationMonitor(StepRecording):
         num_traced_steps: how many of the last steps the trace holds.
 
     Attributes:
-        reports: a :class:`CommunicationReport` for each window of this ``fit``, the same on all ranks.
+        reports: a :class:`CommunicationReport` for each window of this ``fit``, the newest 1000, the same on all ranks.
 
     Raises:
-        ValueError: a number out of range; at setup, ``logical_shards``, which reduce without buckets.
+        ValueError: a number out of range; at setup, ``logical_shards``, which reduce without buckets, and on all ranks
+            a file that rank 0 cannot write, or a picture of an unknown format.
         TypeError: at setup, several processes under another strategy than ``CustomDDPStrategy``.
-        ModuleNotFoundError: at setup, ``picture_path`` without matplotlib.
+        ModuleNotFoundError: at setup, ``picture_path`` without matplotlib on rank 0.
 
     Collectives:
         One object gather of some numbers for each bucket on the control group, every ``every_n_steps`` optimizer steps
-        and at the end of training, on all ranks; at the end one more of the traced steps to rank 0, if a file is asked
-        for.
+        and at the end of training, on all ranks; at setup one of what rank 0 refuses; at the end one more of the traced
+        steps to rank 0, if a file is asked for.
     """
 
     def __init__(
@@ -133,10 +137,13 @@ class CommunicationMonitor(StepRecording):
         picture_path: str | None = None,
         num_traced_steps: int = 50,
     ) -> None:
-        for name, value in (("every_n_steps", every_n_steps), ("num_traced_steps", num_traced_steps)):
-            if value < 1:
-                raise ValueError(explain(f"{name} of at least 1", repr(value), "Count optimizer steps"))
         super().__init__(every_n_steps)
+        if isinstance(num_traced_steps, bool) or not isinstance(num_traced_steps, int) or num_traced_steps < 1:
+            raise ValueError(
+                explain(
+                    "num_traced_steps, a whole number of at least 1", repr(num_traced_steps), "Count optimizer steps"
+                )
+            )
         self.folder, self.trace_path, self.picture_path = folder, trace_path, picture_path
         self.num_traced_steps = num_traced_steps
         self.reports: list[CommunicationReport] = []
@@ -148,18 +155,17 @@ class CommunicationMonitor(StepRecording):
         return self.reports[-1] if self.reports else None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Asks to see the buckets, and looks whether a picture can be drawn."""
+        """Asks to see the buckets, and looks whether the files can be written.
+
+        Collectives:
+            One object gather, on all ranks.
+        """
         if stage != "fit":
             return
-        if self.picture_path is not None and not _can_draw():
-            raise ModuleNotFoundError(
-                explain(
-                    "matplotlib, because picture_path was given",
-                    "no such package",
-                    "pip install 'ddp_plugin[plot]', or leave picture_path out",
-                )
-            )
         super().setup(trainer, pl_module, stage)
+        refusal = gather_objects(self._refusal() if trainer.is_global_zero else None, self._group)[0]
+        if refusal is not None:
+            raise refusal
         self.reports = []
         self._traced.clear()
 
@@ -173,7 +179,10 @@ class CommunicationMonitor(StepRecording):
         if any(self._paths()):
             by_rank = gather_objects_to(list(self._traced), self._group, destination=0)
             if trainer.is_global_zero:
-                self._write(dict(enumerate(by_rank)))
+                try:
+                    self._write(dict(enumerate(by_rank)))
+                except Exception as error:  # what is trained is worth more than a picture of it
+                    rank_zero_warn(f"CommunicationMonitor could not write its files: {error}")
         self._traced.clear()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -183,7 +192,7 @@ class CommunicationMonitor(StepRecording):
         try:
             self._traced.extend(self._recorder.take())
             self._write({trainer.global_rank: list(self._traced)})
-        except (OSError, RuntimeError) as error:  # a device that failed cannot be read; the first error is what matters
+        except Exception as error:  # a device that failed cannot be read; the first error is what matters
             rank_zero_warn(f"CommunicationMonitor could not write its files after the exception: {error}")
         self._traced.clear()
 
@@ -202,6 +211,7 @@ class CommunicationMonitor(StepRecording):
             return  # a device that is not done with its only step
         summaries, sent_bytes = zip(*by_rank, strict=True)
         self.reports.append(report := self._report(trainer, summaries, sent_bytes))
+        del self.reports[:-MAX_REPORTS]
         metrics = {
             f"ddp/{name}": report.mean_s(name)
             for name in ("step_s", "data_s", "forward_s", "backward_s", "optimizer_s", "exposed_s")
@@ -258,6 +268,25 @@ class CommunicationMonitor(StepRecording):
         picture = Path(self.picture_path) if self.picture_path is not None else folder and folder / "timeline.png"
         return trace, picture
 
+    def _refusal(self) -> Exception | None:
+        """Returns what to raise because a file could not be written; makes their folders."""
+        if self.picture_path is not None and not _can_draw():
+            return ModuleNotFoundError(
+                explain(
+                    "matplotlib, because picture_path was given",
+                    "no such package",
+                    "pip install 'ddp_plugin[plot]', or leave picture_path out",
+                )
+            )
+        trace, picture = self._paths()
+        for path in (trace, picture):
+            if path is not None and (error := _error_of_writing(path)) is not None:
+                return ValueError(explain(f"{path} to be a file that can be written", str(error), "Name another file"))
+        if picture is not None and _can_draw() and picture.suffix.lower().lstrip(".") not in picture_formats():
+            expected = f"picture_path to end in one of .{', .'.join(sorted(picture_formats()))}"
+            return ValueError(explain(expected, repr(str(picture)), "The ending tells the format"))
+        return None
+
     def _write(self, by_rank: dict[int, list[StepTimeline]]) -> None:
         if not all(by_rank.values()):
             return
@@ -274,3 +303,16 @@ class CommunicationMonitor(StepRecording):
 
 def _can_draw() -> Any:
     return importlib.util.find_spec("matplotlib") is not None
+
+
+def _error_of_writing(path: Path) -> OSError | None:
+    """Returns what writing to a file would raise, whose folder is made; leaves a file that is there as it is."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            path.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        return error
+    return None

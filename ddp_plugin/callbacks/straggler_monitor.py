@@ -1,16 +1,17 @@
 """Names the slow rank although the all-reduce hides it."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
-from ddp_plugin.callbacks._recording import StepRecording
+from ddp_plugin.callbacks._recording import MAX_REPORTS, StepRecording
 from ddp_plugin.errors import counted, explain
 from ddp_plugin.gather import gather_objects
 from ddp_plugin.timeline.steps import StepTimeline
-from ddp_plugin.timeline.straggling import MIN_STEPS, Lateness, Milestone, arrivals, compare, persistent
+from ddp_plugin.timeline.straggling import MIN_STEPS, Arrivals, Lateness, Milestone, arrivals, compare, persistent
 
 __all__ = ["StragglerMonitor", "StragglerReport"]
 
@@ -79,8 +80,8 @@ class StragglerMonitor(StepRecording):
 
     A slow rank makes all others wait inside the all-reduce, so every rank's step takes equally long, and no timing of
     steps or of backwards shows who it was. Each rank's own gradients are ready at different times, though. They are
-    counted from a moment that all ranks share, the end of the last reduction of the step before, and never compared by
-    the clocks of different hosts (:mod:`ddp_plugin.timeline.straggling`, with the error of this). Lateness is split
+    counted from a moment that all ranks share, the end of the reduction before, and never compared by the clocks of
+    different hosts (:mod:`ddp_plugin.timeline.straggling`, with the error of this). Lateness is split
     into what came after that reduction, waiting for data, the forward, and the backward, there down to the gradient
     bucket whose layers took the time.
 
@@ -90,7 +91,9 @@ class StragglerMonitor(StepRecording):
     What it does not see: a delay on all ranks alike; what a rank loses in a forward before the ranks meet there, in a
     collective of your own; time that it loses after this callback's ``on_train_batch_end`` and before the next fetch of
     data, where Lightning lets the ranks meet. The first step after a validation, the start of an epoch or an exchange
-    is left out.
+    is left out. A window in which fewer than five steps are left, or in which the ranks' steps consist of different
+    parts, such as another number of micro-batches on each rank, is not compared; the first such window is warned of,
+    and at the end of ``fit`` it is said if there was no report.
 
     Watching the buckets replaces DDP's reducer by the bit-identical ``allreduce`` hook.
 
@@ -101,8 +104,8 @@ class StragglerMonitor(StepRecording):
         num_late_windows: how many of these must suspect a rank before it is named.
 
     Attributes:
-        reports: a :class:`StragglerReport` for each window of this ``fit``, the same on all ranks; empty on one
-            process.
+        reports: a :class:`StragglerReport` for each window of this ``fit``, the newest 1000, the same on all ranks;
+            empty on one process.
 
     Raises:
         ValueError: a number out of range; at setup, ``logical_shards``, which reduce without buckets.
@@ -143,6 +146,7 @@ class StragglerMonitor(StepRecording):
         self.num_late_windows = num_late_windows
         self.reports: list[StragglerReport] = []
         self._suspects: deque[int | None] = deque(maxlen=num_windows)
+        self._obstacle: str | None = None  # to the comparison of the first window that was not compared
 
     @property
     def last_report(self) -> StragglerReport | None:
@@ -155,6 +159,23 @@ class StragglerMonitor(StepRecording):
         if stage == "fit":
             self.reports = []
             self._suspects.clear()
+            self._obstacle = None
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Compares what is left, and says so if nothing was ever compared.
+
+        Collectives:
+            Those of the last exchange, on all ranks.
+        """
+        super().on_train_end(trainer, pl_module)
+        if not self._is_on or self.reports:
+            return
+        if self._obstacle is None:
+            rank_zero_info(
+                f"StragglerMonitor has no report: this fit had too few steps, and a window has {self.every_n_steps}."
+            )
+        else:
+            rank_zero_warn(f"StragglerMonitor has no report, not of a single window: {self._obstacle}")
 
     def _exchange(self, trainer: pl.Trainer, steps: list[StepTimeline], num_steps: int) -> None:
         """Compares the ranks.
@@ -163,13 +184,21 @@ class StragglerMonitor(StepRecording):
             One object gather, on all ranks.
         """
         by_rank = [rank for rank in gather_objects(arrivals(steps), self._group) if rank is not None]
-        if len(by_rank) < trainer.world_size or min(rank.num_steps for rank in by_rank) < MIN_STEPS:
-            return  # too much came in between: validations, epochs
+        obstacle = _obstacle(by_rank, trainer.world_size, num_steps)
+        if obstacle is not None:
+            if self._obstacle is None and num_steps == self.every_n_steps:  # the rest at the end may well be too short
+                self._obstacle = obstacle
+                rank_zero_warn(
+                    f"StragglerMonitor, step {trainer.global_step}: this window is not compared: {obstacle} Other such "
+                    "windows are passed over in silence."
+                )
+            return
         lateness = compare(by_rank)
         before = self.last_report
         self._suspects.append(lateness.suspect(self.threshold_ratio))
         report = self._report(trainer, lateness)
         self.reports.append(report)
+        del self.reports[:-MAX_REPORTS]
         latest = report.latest_rank
         self._log(
             trainer,
@@ -209,3 +238,21 @@ class StragglerMonitor(StepRecording):
     def _parameters(self, milestone: Milestone) -> tuple[str, ...]:
         contents = self._recorder.contents.get(milestone.bucket) if milestone.bucket is not None else None
         return contents.names if contents is not None else ()
+
+
+def _obstacle(by_rank: Sequence[Arrivals], world_size: int, num_steps: int) -> str | None:
+    """Returns why a window cannot be compared, in a sentence or two; ``None`` where it can."""
+    fewest = min(rank.num_steps for rank in by_rank) if len(by_rank) == world_size else 0
+    if fewest < MIN_STEPS:
+        return (
+            f"{fewest} of its {counted(num_steps, 'step')} can be compared, and it takes {MIN_STEPS}. A step counts "
+            "unless it reduces nothing, has other micro-batches than most, or is the first after a validation, an "
+            "epoch's start or an exchange. Validate less often, or take a larger every_n_steps."
+        )
+    for rank, arrived in enumerate(by_rank):
+        if arrived.milestones != by_rank[0].milestones:
+            return (
+                f"steps consist of other parts on rank {rank} ({len(arrived.milestones)}) than on rank 0 "
+                f"({len(by_rank[0].milestones)}), as with another number of micro-batches on each rank."
+            )
+    return None

@@ -85,7 +85,7 @@ def _metadata(kind: str, rank: int, thread: int, name: str) -> dict[str, Any]:
 def write_chrome_trace(
     path: Path, by_rank: Mapping[int, Sequence[StepTimeline]], parameters: Mapping[int, Sequence[str]]
 ) -> None:
-    """Writes :func:`chrome_trace` to a file, and makes its folder.
+    """Writes :func:`chrome_trace` to a file, makes its folder, and replaces a file that is there.
 
     Args:
         path: the file.

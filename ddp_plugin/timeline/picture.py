@@ -8,7 +8,7 @@ from typing import Any
 from ddp_plugin.timeline.chrome_trace import aligned
 from ddp_plugin.timeline.steps import StepTimeline, steady
 
-__all__ = ["draw_timeline", "typical_step"]
+__all__ = ["draw_timeline", "picture_formats", "typical_step"]
 
 # Okabe and Ito's palette, told apart with any kind of colour vision: Color Universal Design, 2008.
 _COLOURS = {"data": "#BBBBBB", "forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#009E73"}
@@ -27,8 +27,19 @@ def typical_step(by_rank: Mapping[int, Sequence[StepTimeline]]) -> int:
     return next(step.step for step in candidates if step.duration_s == length_s)
 
 
+def picture_formats() -> frozenset[str]:
+    """Returns the endings, without the dot, of the files that :func:`draw_timeline` can write.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    return frozenset(FigureCanvasBase.get_supported_filetypes())
+
+
 def draw_timeline(path: Path, by_rank: Mapping[int, Sequence[StepTimeline]]) -> None:
-    """Draws a typical step of all ranks, and makes the file's folder.
+    """Draws a typical step of all ranks, makes the file's folder, and replaces a file that is there.
 
     Of more than eight ranks, those whose backward ends first and last are drawn, four of each.
 

@@ -2,9 +2,9 @@
 
 A rank that is late makes the others wait inside the reduction, so the wall time of a backward is the same everywhere.
 What differs is when a rank's own gradients were ready. Times of different hosts cannot be compared, but all ranks see
-the end of a reduction at nearly the same moment; so every time here is counted from the end of the step before's last
-reduction. Ranks see that end apart by about one message of the ring and a thread's wake-up, and by no more than that is
-a lateness off.
+the end of a reduction at nearly the same moment; so every time here is counted from the end of the reduction before it,
+which for the first of a step is the last of the step before. Ranks see that end apart by about one message of the ring
+and a thread's wake-up, and by no more than that is a lateness off.
 
 Lateness is looked at wherever a part of the step ends, in order, and a rank is charged with the parts in which its
 lateness grows. Ranks also meet inside a step, for the broadcast of buffers or before the next micro-batch: there the
@@ -32,11 +32,13 @@ class Milestone:
     Attributes:
         part: the part of the step that ends there, one of :data:`~ddp_plugin.timeline.steps.PARTS`; the first
             ``"optimizer"`` is what came after the common moment in the step before.
-        bucket: in the last backward, the index of the gradient bucket that is ready there; else ``None``.
+        bucket: in a backward that reduces, the index of the gradient bucket that is ready there; else ``None``.
+        reduction: the reduction of the step that it leads to, from 0 on; only manual optimization has more than one.
     """
 
     part: str
     bucket: int | None = None
+    reduction: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Arrivals:
         num_steps: steps that could be compared.
         step_s: seconds from one common moment to the next.
         milestones: in order; the same on all ranks.
-        seconds: after the common moment, for each milestone.
+        seconds: for each milestone, after the last moment before it that the ranks had in common.
     """
 
     num_steps: int
@@ -59,23 +61,26 @@ class Arrivals:
 def milestones_of(step: StepTimeline) -> tuple[tuple[Milestone, float], ...]:
     """Returns the milestones up to the last reduction of a step, each with its seconds after the common moment.
 
+    The common moment is the end of the reduction before, in manual optimization also of one in the same step.
+
     Args:
         step: any; nothing is returned where it has no reduction or no common moment before it.
     """
     since_s = step.common_s
     if since_s is None or not step.buckets:
         return ()
-    for reduction in step.reductions[:-1]:  # manual optimization: the reduction before is the common moment
+    found: list[tuple[Milestone, float]] = []
+    for number, reduction in enumerate(step.reductions):
+        backward = step.backward_of(reduction[0])
+        if number == 0 and step.began_s > since_s:
+            found.append((Milestone("optimizer"), step.began_s - since_s))
+        for phase in step.phases:
+            if phase == backward:
+                break
+            if phase.end_s > since_s:
+                found.append((Milestone(phase.part, None, number), phase.end_s - since_s))
+        found += [(Milestone("backward", bucket.index, number), bucket.ready_s - since_s) for bucket in reduction]
         since_s = max(since_s, *(bucket.reduced_s for bucket in reduction))
-    last = step.reductions[-1]
-    backward = step.backward_of(last[0])
-    found = [(Milestone("optimizer"), step.began_s - since_s)] if step.began_s > since_s else []
-    for phase in step.phases:
-        if phase == backward:
-            break
-        if phase.end_s > since_s:
-            found.append((Milestone(phase.part), phase.end_s - since_s))
-    found += [(Milestone("backward", bucket.index), bucket.ready_s - since_s) for bucket in last]
     return tuple(found)
 
 
@@ -117,9 +122,17 @@ class Lateness:
     by_rank_s: tuple[tuple[float, ...], ...]
 
     def growth_s(self, rank: int) -> tuple[float, ...]:
-        """Returns by how much a rank's lateness grew from each milestone to the next; negative where it shrank."""
-        row = self.by_rank_s[rank]
-        return tuple(late_s - before_s for before_s, late_s in zip((0.0, *row), row, strict=False))
+        """Returns by how much a rank's lateness grew from each milestone to the next; negative where it shrank.
+
+        It begins with 0 after each reduction, where the ranks have met.
+        """
+        growth, before_s, reduction = [], 0.0, 0
+        for milestone, late_s in zip(self.milestones, self.by_rank_s[rank], strict=True):
+            if milestone.reduction != reduction:
+                before_s, reduction = 0.0, milestone.reduction
+            growth.append(late_s - before_s)
+            before_s = late_s
+        return tuple(growth)
 
     def lost_s(self, rank: int) -> dict[str, float]:
         """Returns by how many seconds a rank fell behind in each part of the step; 0 where it rather gained."""
