@@ -182,6 +182,18 @@ def test_hooks_that_exchange_parameters_are_said_to_have_no_buckets() -> None:
     assert report.sent_bytes == NUM_LAYERS * LAYER_BYTES * 2 // 8  # once in eight steps
 
 
+@ranks(2, init=False)
+def test_the_bytes_of_exact_first_steps_are_those_of_the_exact_mean() -> None:
+    watch = CommunicationMonitor(every_n_steps=4)
+    strategy = CustomDDPStrategy(
+        bucket_cap_mb=BUCKET_CAP_MB, comm_hook={"name": "topk", "density": 0.01, "start_step": 4}
+    )
+    fit(Delayed(base_s=0.0), loader(8), watch, strategy=strategy)
+    exact, compressed = watch.reports
+    assert exact.sent_bytes == pytest.approx(NUM_LAYERS * LAYER_BYTES, abs=8)
+    assert compressed.sent_bytes < 0.1 * exact.sent_bytes
+
+
 def test_one_process_is_timed_under_any_strategy() -> None:
     for strategy in ("auto", CustomDDPStrategy()):
         watch = Spy(every_n_steps=4)

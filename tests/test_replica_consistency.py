@@ -431,6 +431,15 @@ def test_healthy_runs_are_never_accused(world_size: int, batchnorm: str) -> None
 
 
 @ranks(2, init=False)
+def test_nothing_is_compared_where_the_ranks_never_meet() -> None:
+    strategy = CustomDDPStrategy(comm_hook={"name": "noop", "for_measuring": True})
+    trainer(callbacks=[ReplicaConsistency(1)], strategy=strategy).fit(model := Rich(), loader())
+    parts: list[Any] = [None, None]
+    dist.all_gather_object(parts, [p.tolist() for p in model.parameters()])
+    assert parts[0] != parts[1]  # there was something to complain about
+
+
+@ranks(2, init=False)
 def test_synchronised_statistics_are_compared() -> None:
     def do(_: Any, module: Any) -> None:
         one_ulp(module.norm.running_var)

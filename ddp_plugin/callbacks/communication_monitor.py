@@ -251,7 +251,9 @@ class CommunicationMonitor(StepRecording):
         if _compat.runs_bare_hook(trainer.strategy):
             return (0,) * len(self._recorder.contents)
         if self._watches_buckets:
-            wire_bytes = (hook or HOOKS["allreduce"]()).wire_bytes
+            if hook is None or trainer.global_step <= hook.start_step:  # exact until then
+                hook = HOOKS["allreduce"]()
+            wire_bytes = hook.wire_bytes
             contents = [self._recorder.contents[index] for index in sorted(self._recorder.contents)]
             return tuple(wire_bytes(bucket, world_size, rank) for bucket in contents)
         if self._group is None or hook is None:
