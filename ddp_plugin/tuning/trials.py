@@ -4,6 +4,7 @@ import copy
 import gc
 import logging
 import os
+import random
 import tempfile
 import time
 import warnings
@@ -12,16 +13,27 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ddp_plugin.errors import DDPPluginError, explain
 from ddp_plugin.streams import StreamStates
 
-__all__ = ["SET_BY_TRIALS", "StepClock", "TrialRun", "borrowed", "fresh_copy", "fresh_loaders", "untouched_process"]
+__all__ = [
+    "SET_BY_TRIALS",
+    "StepClock",
+    "TrialRun",
+    "borrowed",
+    "fresh_copy",
+    "fresh_datamodule",
+    "fresh_loaders",
+    "kept_settings",
+    "untouched_process",
+]
 
 _MAX_STEPS = 1_000_000  # never reached: a finite number for schedules that ask how long the run will be
 SET_BY_TRIALS: dict[str, Any] = {
@@ -117,7 +129,8 @@ def borrowed(model: pl.LightningModule) -> Iterator[pl.LightningModule]:
     """Lends a module to a trial: a deep copy, or, where it has none, the module itself, put back at the end.
 
     Put back are parameters (with their gradients and ``requires_grad``), buffers, submodules, hooks, training modes and
-    what attributes refer to; an object that an attribute refers to is not.
+    what attributes refer to. Generators, samplers and loaders in attributes are copied, as for
+    :func:`fresh_datamodule`; other objects that attributes refer to are neither.
     """
     try:
         copied = fresh_copy(model)
@@ -141,7 +154,10 @@ def _put_back(model: nn.Module) -> Iterator[None]:
     parameters, buffers = list(model.parameters()), list(model.buffers())
     tensors = [(tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in (*parameters, *buffers)]
     attributes = [(module, {k: _shallow(v) for k, v in vars(module).items()}) for module in model.modules()]
+    memo: dict[int, Any] = {}
     try:
+        for module, _ in attributes:
+            vars(module).update({name: _fresh(value, memo) for name, value in vars(module).items()})
         for tensor, data, _, _ in tensors:
             tensor.data, tensor.grad = data.clone(), None
         yield
@@ -159,12 +175,17 @@ def _shallow(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, (dict, list, set)) else value
 
 
-def fresh_loaders(loaders: Any) -> Any:
+def fresh_loaders(loaders: Any, memo: dict[int, Any] | None = None) -> Any:
     """Returns loaders that share the datasets of the given ones and have samplers and generators of their own.
+
+    Args:
+        loaders: as for ``Trainer.fit``.
+        memo: as for ``copy.deepcopy``: what is copied together with the loaders.
 
     Raises:
         TypeError: they can be iterated once only, or a sampler has no copy.
     """
+    memo = {} if memo is None else memo
     leaves = CombinedLoader(loaders).flattened if not isinstance(loaders, CombinedLoader) else loaders.flattened
     shared: list[Any] = []
     for leaf in leaves:
@@ -173,8 +194,9 @@ def fresh_loaders(loaders: Any) -> Any:
                 explain("a loader that can be iterated again", f"the iterator {leaf!r}", "Pass what it was made from")
             )
         shared += [leaf.dataset, leaf.collate_fn, leaf.worker_init_fn] if isinstance(leaf, DataLoader) else [leaf]
+    memo.update({id(item): item for item in shared})
     try:
-        return copy.deepcopy(loaders, {id(item): item for item in shared})
+        return copy.deepcopy(loaders, memo)
     except Exception as error:
         raise TypeError(
             explain(
@@ -185,33 +207,71 @@ def fresh_loaders(loaders: Any) -> Any:
         ) from error
 
 
-@contextmanager
-def untouched_process(device_type: str) -> Iterator[None]:
-    """Puts back what trial runs may change in this process: random streams, seeds, determinism, logging, warnings.
+def fresh_datamodule(module: pl.LightningDataModule) -> pl.LightningDataModule:
+    """Returns a shallow copy of a datamodule that has generators, samplers and loaders of its own.
 
-    Args:
-        device_type: type of the devices that the trials run on.
+    They are copied where attributes refer to them, also inside lists, tuples and dicts, all together: what two of them
+    shared, their copies share. Datasets and other objects are shared with the given one.
+
+    Raises:
+        TypeError: as for :func:`fresh_loaders`.
     """
-    if device_type == "cuda" and torch.cuda.is_available():
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # its streams as well
-    streams = StreamStates.capture()
-    environment = {name: os.environ.get(name) for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
+    copied, memo = copy.copy(module), dict[int, Any]()
+    vars(copied).update({name: _shallow(_fresh(value, memo)) for name, value in vars(module).items()})
+    return copied
+
+
+_WITH_POSITION = (torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
+
+
+def _fresh(value: Any, memo: dict[int, Any]) -> Any:
+    """Returns a copy of what moves on as it is used; of a container only where it holds such; else the value itself."""
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, DataLoader | CombinedLoader):
+        return fresh_loaders(value, memo)
+    if isinstance(value, Sampler):
+        memo.update({id(item): item for item in _samples_of(value)})
+        return copy.deepcopy(value, memo)
+    if isinstance(value, _WITH_POSITION) and not isinstance(value, random.SystemRandom):
+        return copy.deepcopy(value, memo)
+    if not isinstance(value, list | tuple | dict):
+        return value
+    memo[id(value)] = value  # where it contains itself
+    keys = list(value) if isinstance(value, dict) else range(len(value))
+    changed = {key: new for key in keys if (new := _fresh(value[key], memo)) is not value[key]}
+    if changed and isinstance(value, tuple):
+        items = [changed.get(index, item) for index, item in enumerate(value)]
+        memo[id(value)] = type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    elif changed:
+        memo[id(value)] = copy.copy(value)
+        for key, new in changed.items():
+            memo[id(value)][key] = new
+    return memo[id(value)]
+
+
+def _samples_of(sampler: Sampler[Any]) -> Iterator[Any]:
+    """Yields the datasets that a sampler, or one that it wraps, refers to."""
+    for name, value in vars(sampler).items():
+        if isinstance(value, Sampler):
+            yield from _samples_of(value)
+        elif isinstance(value, Dataset) or name in ("data_source", "dataset"):
+            yield value
+
+
+@contextmanager
+def kept_settings() -> Iterator[None]:
+    """Puts back what the making of a Trainer may set in this process: determinism, benchmarking, seeds."""
+    names = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "CUBLAS_WORKSPACE_CONFIG")
+    environment = {name: os.environ.get(name) for name in names}
     deterministic, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
     benchmark, grad_enabled = torch.backends.cudnn.benchmark, torch.is_grad_enabled()
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
     try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the real run will say the same again
-            yield
+        yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
         torch.backends.cudnn.benchmark = benchmark
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.set_grad_enabled(grad_enabled)
@@ -219,6 +279,29 @@ def untouched_process(device_type: str) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+@contextmanager
+def untouched_process(device_type: str) -> Iterator[None]:
+    """Puts back what trial runs may change in this process: :func:`kept_settings`, random streams, logging, warnings.
+
+    Args:
+        device_type: type of the devices that the trials run on.
+    """
+    if device_type == "cuda" and torch.cuda.is_available():
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # its streams as well
+    streams = StreamStates.capture()
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with kept_settings(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the real run will say the same again
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
         streams.restore()
 
 
@@ -234,7 +317,7 @@ class TrialRun:
     Args:
         model: the user's module.
         train_dataloaders: as for ``Trainer.fit``, or ``None``.
-        datamodule: as for ``Trainer.fit``, or ``None``; runs see a shallow copy of it.
+        datamodule: as for ``Trainer.fit``, or ``None``; runs see copies of it (see :func:`fresh_datamodule`).
         callbacks: callbacks that belong to a step.
         trainer_settings: further arguments of the Trainer, none of :data:`SET_BY_TRIALS`.
     """
@@ -286,7 +369,7 @@ class TrialRun:
             trainer = self.make_trainer(strategy, clock, max_epochs=num_epochs, default_root_dir=folder)
             model.configure_callbacks = list  # type: ignore[method-assign]  # they may write, or need metrics
             if self.datamodule is not None:
-                trainer.fit(model, datamodule=copy.copy(self.datamodule))
+                trainer.fit(model, datamodule=fresh_datamodule(self.datamodule))
             elif self.train_dataloaders is not None:
                 trainer.fit(model, fresh_loaders(self.train_dataloaders))
             else:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import numbers
 import os
 import platform
 import tempfile
@@ -16,16 +17,18 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_info
+from lightning.pytorch.callbacks import Checkpoint
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_plugin import _compat, process_group
+from ddp_plugin.callbacks._recording import StepRecording
 from ddp_plugin.config import StrategyConfig
 from ddp_plugin.errors import DDPPluginError, counted, explain
 from ddp_plugin.gather import gather_objects
 from ddp_plugin.hooks import HOOKS, CommHook, Contents, resolve_hook
 from ddp_plugin.strategy import CustomDDPStrategy
 from ddp_plugin.tuning.choice import MIN_ROUNDS, Candidate, Row, Spread, Tuning, candidates, fastest, is_faster, slowest
-from ddp_plugin.tuning.trials import SET_BY_TRIALS, TrialRun, untouched_process
+from ddp_plugin.tuning.trials import SET_BY_TRIALS, TrialRun, kept_settings, untouched_process
 
 __all__ = ["tune"]
 
@@ -68,8 +71,10 @@ def tune(
     is kept. A candidate that fails on all ranks is left out with its reason.
 
     Trial runs write nothing and leave nothing behind: each trains copies of the module, of the loaders and of the
-    callbacks, and random streams are put back. Not so a dataset that changes as it is read, and whatever the module
-    itself does to the world outside. ``configure_callbacks`` of the module and evaluation are left out.
+    callbacks; random streams, determinism and benchmarking are put back. So are generators, samplers and loaders that a
+    datamodule holds in its attributes. Not so a dataset that changes as it is read, a generator inside another object
+    of a datamodule, and whatever the module itself does to the world outside. ``configure_callbacks`` of the module and
+    evaluation are left out.
 
     It runs under every launcher of Lightning: in processes that exist (torchrun), in a script that Lightning starts
     again on each rank (then the processes stay for the training that follows), and in spawned or forked ones, by
@@ -78,7 +83,8 @@ def tune(
     Args:
         model: the module to be trained; its weights stay as they are.
         train_dataloaders: as for ``Trainer.fit``; ``None`` where the module or a datamodule has them.
-        datamodule: as for ``Trainer.fit``; trial runs see a shallow copy, and ``setup`` runs in each.
+        datamodule: as for ``Trainer.fit``; trial runs see a shallow copy with generators, samplers and loaders of
+            its own, and ``setup`` runs in each.
         strategy: the settings that all candidates share, as for ``CustomDDPStrategy.from_config``: the default.
         bucket_caps_mb: bucket sizes to try, in MiB; ``None`` is torch's own.
         comm_hooks: communication hooks to try besides the default's, by name or as a mapping with options. None by
@@ -90,9 +96,10 @@ def tune(
         num_warmup_steps: steps before those, at least 3, because DDP rebuilds its buckets in them. A hook whose first
             steps are exact begins to compress in them.
         num_rounds: measurements of each candidate, at least 3.
-        callbacks: callbacks that belong to a training step, such as ``GlobalMeanLoss()``; each run has copies.
+        callbacks: callbacks that belong to a training step, such as ``GlobalMeanLoss()``; each run has copies. Not
+            monitors and checkpoints, which write files.
         path: a YAML file to write: what ``CustomDDPStrategy.from_config(OmegaConf.load(path))`` takes, below comments
-            with the table. Rank 0 writes it, in one piece.
+            with the table. Rank 0 writes it, in one piece; every rank of its node looks first whether that can be.
         section: put the settings under this key: ``"strategy"`` makes the file a variant of a recipe's configuration.
         overwrite: whether an existing file may be replaced.
         **trainer_settings: arguments of the Trainer: ``devices``, ``accelerator``, ``precision``,
@@ -104,9 +111,11 @@ def tune(
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: a setting out of range or that contradicts another, before anything is started; a file that exists.
-        DDPPluginError: on the other ranks, where the default fails on one; or where a candidate fails on one rank while
-            others wait for it in a collective, which nothing can undo.
+        ValueError: a setting out of range or that contradicts another, before anything is started; a file that exists
+            or a folder that cannot be written.
+        DDPPluginError: on the other ranks, where the default fails on one, or where processes that have met before are
+            refused ``path`` on one; or where a candidate fails on one rank while others wait for it in a collective,
+            which nothing can undo.
         Exception: whatever the training raises with the default settings.
 
     Collectives:
@@ -119,13 +128,12 @@ def tune(
     _check_numbers(num_steps=(num_steps, 1), num_warmup_steps=(num_warmup_steps, _MIN_WARMUP_STEPS))
     _check_numbers(num_rounds=(num_rounds, MIN_ROUNDS))
     _check_training(model, train_dataloaders, datamodule, trainer_settings)
+    _check_callbacks(callbacks)
     values = {
         "comm_hook": _plain_hooks(comm_hooks),
-        "bucket_cap_mb": [
-            None if cap_mb is None else float(cap_mb) for cap_mb in _listed("bucket_caps_mb", bucket_caps_mb)
-        ],
-        "static_graph": _listed("static_graph", static_graph),
-        "gradient_as_bucket_view": _listed("gradient_as_bucket_view", gradient_as_bucket_view),
+        "bucket_cap_mb": _sizes("bucket_caps_mb", bucket_caps_mb),
+        "static_graph": _switches("static_graph", static_graph),
+        "gradient_as_bucket_view": _switches("gradient_as_bucket_view", gradient_as_bucket_view),
     }
     contest = _Contest(
         TrialRun(model, train_dataloaders, datamodule, callbacks, trainer_settings),
@@ -133,8 +141,10 @@ def tune(
         [_described(candidate) for candidate in candidates(base, values)],
         (num_warmup_steps, num_steps, num_rounds),
     )
-    trainer = contest.run.make_trainer(CustomDDPStrategy.from_config(base))
-    file = _check_path(path, overwrite) if path is not None and trainer.global_rank == 0 else None
+    with kept_settings():  # until the processes are started, which inherit them
+        trainer = contest.run.make_trainer(CustomDDPStrategy.from_config(base))
+    if path is not None:
+        _check_path(Path(path), overwrite, trainer)
     if trainer.world_size == 1:
         reason = "Nothing was measured: one process has no gradients to exchange. The default is kept."
         tuning = Tuning(base, contest.candidates[0], reason, made_with=_made_with())
@@ -142,7 +152,7 @@ def tune(
         tuning = _launched(contest, trainer)
     rank_zero_info(f"ddp_plugin.tune: {tuning.reason}")
     if path is not None:
-        _write_once(tuning.to_yaml(section), file)
+        _write_once(tuning.to_yaml(section), Path(path) if trainer.global_rank == 0 else None)
     return tuning
 
 
@@ -202,6 +212,37 @@ def _listed(name: str, values: Any) -> list[Any]:
     return list(values)
 
 
+def _sizes(name: str, values: Any) -> list[float | None]:
+    sizes = _listed(name, values)
+    for value in sizes:
+        if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+            raise TypeError(explain(f"{name} of numbers, in MiB, or None", repr(value), "Write it as a number"))
+    return [None if value is None else float(value) for value in sizes]
+
+
+def _switches(name: str, values: Any) -> list[bool]:
+    switches = _listed(name, values)
+    for value in switches:
+        if not isinstance(value, bool):
+            raise TypeError(explain(f"{name} of True and False", repr(value), "Write it as one of them"))
+    return switches
+
+
+def _check_callbacks(callbacks: Any) -> None:
+    for callback in _listed("callbacks", callbacks):
+        name = type(callback).__name__
+        if not isinstance(callback, pl.Callback):
+            raise TypeError(explain("callbacks of Lightning", repr(callback), "Pass an instance of each"))
+        if isinstance(callback, StepRecording | Checkpoint):
+            raise ValueError(
+                explain(
+                    "callbacks that belong to a training step, because trial runs write nothing",
+                    f"{name}, which writes files or watches a whole run",
+                    "Leave it out here, and give it to the Trainer that follows",
+                )
+            )
+
+
 def _plain_hooks(comm_hooks: Any) -> list[Any]:
     """Refuses what a configuration cannot hold, and makes plain dicts of mappings."""
     plain: list[Any] = []
@@ -236,13 +277,34 @@ def _described(candidate: Candidate) -> Candidate:
     return replace(candidate, note="changes the numbers: lossy" if lossy else "")
 
 
-def _check_path(path: str | os.PathLike[str], overwrite: bool) -> Path:
-    file = Path(path)
+def _check_path(file: Path, overwrite: bool, trainer: pl.Trainer) -> None:
+    """Refuses a file that rank 0 could not write, on all ranks of its node, before any waits for another.
+
+    Raises:
+        ValueError: there is no such folder, nothing can be written there, or there is a file.
+        DDPPluginError: another rank was refused, where a process group exists to say so.
+
+    Collectives:
+        Where a process group exists, what :class:`_Meeting` needs.
+    """
+    refusal = _refusal(file, overwrite) if trainer.node_rank == 0 else None
+    refusals = _told_to_all([] if refusal is None else [refusal])
+    if refusal is not None:
+        raise ValueError(refusal)
+    if refusals:
+        raise DDPPluginError(refusals[0])
+
+
+def _refusal(file: Path, overwrite: bool) -> str | None:
     if not file.parent.is_dir():
-        raise ValueError(explain("path in a folder that exists", f"{file}", "Make the folder, or correct the path"))
+        return explain("path in a folder that exists", f"{file}", "Make the folder, or correct the path")
     if file.is_dir() or (file.exists() and not overwrite):
-        raise ValueError(explain("path to be a new file", f"{file}, which exists", "Choose another, or overwrite=True"))
-    return file
+        return explain("path to be a new file", f"{file}, which exists", "Choose another, or overwrite=True")
+    try:
+        with tempfile.TemporaryFile(dir=file.parent):
+            return None
+    except OSError as error:
+        return explain("path in a folder that can be written", f"{file}: {error}", "Choose another folder")
 
 
 # --------------------------------------------------------------------------------------------------- what is measured
@@ -481,12 +543,18 @@ def _write_once(text: str, file: Path | None) -> None:
             os.replace(unfinished.name, file)
         except OSError as caught:
             error = caught
-    failures = [str(error)] if error is not None else []
-    if dist.is_available() and dist.is_initialized():
-        meeting = _Meeting(failures)
-        failures = [reason for reasons in meeting.outcomes() for reason in reasons]
-        meeting.leave()
+    failures = _told_to_all([str(error)] if error is not None else [])
     if error is not None:
         raise error
     if failures:
         raise DDPPluginError(explain("the configuration to be written", failures[0], "Correct the path"))
+
+
+def _told_to_all(words: list[str]) -> list[str]:
+    """Returns what all ranks say, where a process group exists; else this one's words."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return words
+    meeting = _Meeting(words)
+    everyones = [word for words_of_rank in meeting.outcomes() for word in words_of_rank]
+    meeting.leave()
+    return everyones
