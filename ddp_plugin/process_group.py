@@ -19,11 +19,12 @@ __all__ = [
     "HeldGroup",
     "control_group",
     "destroy_at_exit",
-    "exchange_group",
+    "give_back_exchange_group",
     "nccl_process_group_options",
     "node_groups",
     "refuse_unusable_settings",
     "settings_in_force",
+    "take_exchange_group",
 ]
 
 
@@ -164,28 +165,39 @@ class HeldGroup:
         return group
 
 
-_exchange_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, HeldGroup] = weakref.WeakKeyDictionary()
+_free_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, list[HeldGroup]] = weakref.WeakKeyDictionary()
 
 
-def exchange_group(beside: dist.ProcessGroup, pg_options: Any = None) -> dist.ProcessGroup:
-    """Returns the group for exchanges of gradients that take several collectives, beside the one that DDP uses.
+def take_exchange_group(beside: dist.ProcessGroup, pg_options: Any = None) -> HeldGroup:
+    """Returns a group for exchanges of gradients that take several collectives, beside the one that DDP uses.
 
-    DDP's own small messages about unused parameters would otherwise fall between the collectives of an exchange. It has
-    the same ranks and backend as the group beside which it lies, and is made once for it.
+    DDP's own small messages about unused parameters would otherwise fall between the collectives of an exchange, and so
+    would those of another model's exchange: whoever takes a group has it alone until it is given back. It has the same
+    ranks and backend as the group beside which it lies.
 
     Args:
         beside: DDP's group.
         pg_options: backend options for it, such as ``ProcessGroupNCCL.Options``; used when it is made.
 
     Collectives:
-        ``new_group`` on every rank of ``beside``, at the first call only.
+        ``new_group`` on every rank of ``beside``, where none is free. All ranks take and give back in the same order.
     """
-    if beside not in _exchange_groups:
-        ranks, timeout = dist.get_process_group_ranks(beside), _compat.default_group_timeout()
-        is_part = len(ranks) < dist.get_world_size()  # the other ranks do not come here then
-        made = dist.new_group(ranks, timeout=timeout, pg_options=pg_options, use_local_synchronization=is_part)
-        _exchange_groups[beside] = HeldGroup(made)
-    return _exchange_groups[beside]()
+    free = _free_groups.setdefault(beside, [])
+    if free:
+        return free.pop()
+    ranks, timeout = dist.get_process_group_ranks(beside), _compat.default_group_timeout()
+    is_part = len(ranks) < dist.get_world_size()  # the other ranks do not come here then
+    made = dist.new_group(ranks, timeout=timeout, pg_options=pg_options, use_local_synchronization=is_part)
+    return HeldGroup(made)
+
+
+def give_back_exchange_group(beside: dist.ProcessGroup, group: HeldGroup) -> None:
+    """Lets somebody else take a group in which nothing is under way any more.
+
+    Collectives:
+        None.
+    """
+    _free_groups.setdefault(beside, []).append(group)
 
 
 _node_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, list[HeldGroup]]] = weakref.WeakKeyDictionary()
@@ -240,7 +252,7 @@ def destroy_at_exit() -> None:
 def _destroy() -> None:
     global _control_group
     _control_group = None
-    _exchange_groups.clear()
+    _free_groups.clear()
     _node_groups.clear()
     if not (dist.is_available() and dist.is_initialized()):
         return

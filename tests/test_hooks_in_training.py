@@ -137,7 +137,7 @@ def test_what_a_hook_without_error_feedback_cannot_take_over_is_said(tmp_path: P
     train("int8", [SaveAt(7, path)])
     dist.barrier()
     for hook_name in ("bf16", None):
-        said = f"comm_hook='int8'; the gradient that it had left out .* because comm_hook={hook_name!r}"
+        said = f"comm_hook='int8'; the gradient that it had left out .* because .*comm_hook={hook_name!r}"
         with pytest.warns(UserWarning, match=said) if dist.get_rank() == 0 else contextlib.nullcontext():
             train(hook_name, [], ckpt_path=path)
     torch.load(path, weights_only=True)

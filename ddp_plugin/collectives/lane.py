@@ -54,6 +54,11 @@ class Lane:
         """Whether :meth:`close` was called."""
         return self._is_closed
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a function has raised, so that the ranks' messages may not pair up any more."""
+        return self._error is not None
+
     def submit(self, function: Callable[[], T]) -> torch.futures.Future[T]:
         """Hands over a function; returns at once.
 

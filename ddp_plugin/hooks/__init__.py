@@ -3,8 +3,10 @@
 :data:`HOOKS` is the table of all there are, by name. Without a hook DDP's own reducer runs, and that is the default.
 """
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_plugin.errors import explain
@@ -63,7 +65,11 @@ HOOKS.update(
 )
 
 
-def attach(spec: HookSpec, model: DistributedDataParallel) -> AttachedHook:
+def attach(
+    spec: HookSpec,
+    model: DistributedDataParallel,
+    loss_scale: Callable[[], torch.Tensor | None] = lambda: None,
+) -> AttachedHook:
     """Lets a hook exchange a model's gradients, in a plain torch loop; a Trainer's strategy does so by itself.
 
     With a hook that exchanges parameters instead, run forward and backward within ``model.no_sync()``, call
@@ -72,6 +78,8 @@ def attach(spec: HookSpec, model: DistributedDataParallel) -> AttachedHook:
     Args:
         spec: as for :func:`resolve_hook`.
         model: a wrap that has no hook yet.
+        loss_scale: returns by what the loss of the running step is multiplied, shape ``()``: with a gradient scaler
+            ``lambda: torch.tensor(scaler.get_scale())``.
 
     Returns:
         The hook at work: save its ``state()``, and ``close()`` it at the end.
@@ -82,7 +90,7 @@ def attach(spec: HookSpec, model: DistributedDataParallel) -> AttachedHook:
     Collectives:
         Those of :class:`AttachedHook`, on all ranks.
     """
-    attached = put_to_work(resolve_hook(spec), model)
+    attached = put_to_work(resolve_hook(spec), model, loss_scale=loss_scale)
     try:
         model.register_comm_hook(attached, run_hook)
     except RuntimeError as error:  # DDP takes one, once
@@ -92,15 +100,21 @@ def attach(spec: HookSpec, model: DistributedDataParallel) -> AttachedHook:
     return attached
 
 
-def put_to_work(hook: CommHook, model: DistributedDataParallel, *settings: Any) -> AttachedHook:
+def put_to_work(
+    hook: CommHook,
+    model: DistributedDataParallel,
+    pg_options: Any = None,
+    loss_scale: Callable[[], torch.Tensor | None] = lambda: None,
+) -> AttachedHook:
     """Returns an :class:`AttachedHook`, or an :class:`Averager` for a hook that exchanges parameters.
 
     Args:
         hook: the record.
         model: the wrap.
-        settings: what else an :class:`AttachedHook` takes.
+        pg_options: as for :class:`AttachedHook`.
+        loss_scale: as for :class:`AttachedHook`.
 
     Collectives:
         Those of :class:`AttachedHook`, on all ranks.
     """
-    return (AttachedHook if hook.outer is None else Averager)(hook, model, *settings)
+    return (AttachedHook if hook.outer is None else Averager)(hook, model, pg_options, loss_scale)

@@ -15,11 +15,11 @@ from ddp_plugin._compat import GradBucket
 from ddp_plugin.collectives.lane import Lane
 from ddp_plugin.errors import explain
 from ddp_plugin.hooks._contents import Contents
-from ddp_plugin.hooks._exchange import DirectExchange, Exchange
-from ddp_plugin.hooks._feedback import Residuals, exchange_with_feedback
+from ddp_plugin.hooks._exchange import DirectExchange, Exchange, done
+from ddp_plugin.hooks._feedback import Residuals, exchange_with_feedback, used_elements
 from ddp_plugin.hooks._record import CommHook
 from ddp_plugin.hooks.exact import AllReduce
-from ddp_plugin.process_group import exchange_group
+from ddp_plugin.process_group import HeldGroup, give_back_exchange_group, take_exchange_group
 
 __all__ = ["AttachedHook", "dropped", "run_hook"]
 
@@ -30,35 +30,37 @@ class AttachedHook:
     Args:
         hook: the record.
         model: the wrap whose gradients it exchanges.
-        group: the group for the exchange; ``None`` makes one beside the model's, or takes the model's own where a
-            single collective does.
+        pg_options: backend options for a group of its own, where the exchange takes several collectives.
         loss_scale: returns by what the loss of the running step was multiplied, shape ``()``, or ``None``.
 
     Raises:
         ValueError: the hook must not train.
 
     Collectives:
-        Making the group, if it makes one, and what the exchange makes for itself, on all ranks.
+        Making a group, where none is free that the exchange could take, and what the exchange makes for itself, on all
+        ranks.
     """
 
     def __init__(
         self,
         hook: CommHook,
         model: DistributedDataParallel,
-        group: dist.ProcessGroup | None = None,
+        pg_options: Any = None,
         loss_scale: Callable[[], torch.Tensor | None] = lambda: None,
     ) -> None:
         self.hook = hook
         if hook.refusal is not None:
             raise ValueError(hook.refusal)
-        if group is None:
-            group = model.process_group if hook.is_direct else exchange_group(model.process_group)
+        self._beside = HeldGroup(model.process_group)
+        self._taken = None if hook.is_direct else take_exchange_group(model.process_group, pg_options)
+        group = model.process_group if self._taken is None else self._taken()
         self._exchange = hook.make_exchange(group)
         self._exact = AllReduce(group)
         self._loss_scale = loss_scale
         self._lane = Lane(next(model.parameters()).device)
         self._residuals = Residuals()
         self._num_steps = 0
+        self._is_given_back = False
         self._contents: dict[tuple[int, ...], Contents] = {}
         self.follow(model)
 
@@ -79,6 +81,7 @@ class AttachedHook:
             None.
         """
         self._contents.clear()
+        self._finds_unused = model.find_unused_parameters
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -96,21 +99,31 @@ class AttachedHook:
         gradient = bucket.buffer()
         if bucket.index() == 0:
             self._num_steps += 1
+        if not gradient.is_sparse and not gradient.numel():  # parameters without elements, alone in their dtype
+            return done(gradient)
         if gradient.is_sparse:
             return self._reduce_sparse(gradient)
-        contents = self._contents_of(bucket, gradient.dtype)
+        contents, spares_unused = self._contents_of(bucket, gradient.dtype), self._finds_unused
         exchange = self._exchange if self._num_steps > self.hook.start_step else self._exact
         if self.hook.is_direct and isinstance(exchange, DirectExchange):
             return exchange.start(gradient, contents)
         loss_scale = self._loss_scale()
-        return self._lane.submit(lambda: self._exchange_in_lane(exchange, gradient, contents, loss_scale))
+        return self._lane.submit(
+            lambda: self._exchange_in_lane(exchange, gradient, contents, loss_scale, spares_unused)
+        )
 
     def _exchange_in_lane(
-        self, exchange: Exchange, gradient: torch.Tensor, contents: Contents, loss_scale: torch.Tensor | None
+        self,
+        exchange: Exchange,
+        gradient: torch.Tensor,
+        contents: Contents,
+        loss_scale: torch.Tensor | None,
+        spares_unused: bool = False,
     ) -> torch.Tensor:
         if exchange.leaves_error:
             residual = self._residuals.of(contents, gradient.device, loss_scale)
-            exchange_with_feedback(exchange, gradient, contents, residual)
+            used = used_elements(gradient, contents, self.group) if spares_unused else None
+            exchange_with_feedback(exchange, gradient, contents, residual, used)
         else:
             exchange.mean_(gradient, contents)
         return gradient
@@ -161,13 +174,13 @@ class AttachedHook:
             "exchange": of_exchange,
         }
 
-    def load(self, state: Mapping[str, Any]) -> str | None:
+    def load(self, state: Mapping[str, Any] | None) -> str | None:
         """Takes back a state, also that of another hook or of another number of ranks.
 
         Residuals are gradient that was left out, whatever hook left it: any hook with error feedback can send it.
 
         Args:
-            state: what :meth:`state` returned.
+            state: what :meth:`state` returned; nothing happens for ``None``.
 
         Returns:
             What could not be taken over, in words, or ``None``.
@@ -175,13 +188,17 @@ class AttachedHook:
         Collectives:
             None.
         """
+        if state is None:
+            return None
         self._lane.drain()
         if self.leaves_error:
             self._residuals.load(state["residuals"])
         if state["name"] == self.hook.name:
             self._num_steps = int(state["num_steps"])
             self._exchange.load(state["exchange"])
-        return None if self.leaves_error else dropped(state, self.hook.name)
+        if not self.leaves_error:
+            return dropped(state, f"comm_hook={self.hook.name!r} has no error feedback")
+        return dropped({**state, "residuals": {}}, f"comm_hook={self.hook.name!r} exchanges gradients")
 
     def idle(self) -> str | None:
         """Returns, in words, that the hook's own way has not begun yet; ``None`` when it has."""
@@ -196,21 +213,31 @@ class AttachedHook:
             None.
         """
         self._lane.close()
+        if self._taken is not None and not self._is_given_back and not self._lane.has_failed:
+            give_back_exchange_group(self._beside(), self._taken)
+            self._is_given_back = True
 
 
-def dropped(state: Mapping[str, Any], hook_name: str | None) -> str | None:
-    """Returns what is lost, in words, when a hook without error feedback goes on from a state.
+def dropped(state: Mapping[str, Any], reason: str) -> str | None:
+    """Returns what is lost, in words, when something goes on from a state that cannot take all of it over.
 
     Args:
         state: what :meth:`AttachedHook.state` returned.
-        hook_name: the hook that goes on; ``None`` where DDP's own reducer does.
+        reason: why it cannot.
     """
-    if not state["residuals"]:
+    lost = [
+        what
+        for key, what in (
+            ("residuals", "the gradient that it had left out for later"),
+            ("parameter_residuals", "what it had left out of the parameters for later"),
+            ("momentum", "the outer momentum"),
+        )
+        if state.get(key)
+    ]
+    if not lost:
         return None
-    return (
-        f"The checkpoint was written with comm_hook={state['name']!r}; the gradient that it had left out for later is "
-        f"dropped, because comm_hook={hook_name!r} has no error feedback."
-    )
+    what = " and ".join(lost)
+    return f"The checkpoint was written with comm_hook={state['name']!r}; {what} is dropped, because {reason}."
 
 
 def run_hook(attached: AttachedHook, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

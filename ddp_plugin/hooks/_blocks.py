@@ -56,7 +56,7 @@ class BlockCodec(ABC):
         low, high = values.aminmax(dim=-1, keepdim=True)
         scale = torch.maximum(-low, high).mul_(1.0 / self.largest).to(torch.bfloat16)
         scale.masked_fill_(scale < _SMALLEST_SCALE, 0.0)
-        inverse = torch.where(scale == 0, 0.0, scale.to(values.dtype).reciprocal_())
+        inverse = torch.where(scale == 0, 0.0, scale.to(values.dtype).reciprocal())
         return torch.cat((self._pack(values * inverse), scale.view(torch.uint8)), dim=-1)
 
     def decode(self, payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ddp_plugin.hooks._contents import Contents
 from ddp_plugin.hooks._exchange import Exchange
 
-__all__ = ["Residuals", "exchange_with_feedback", "working_dtype"]
+__all__ = ["Residuals", "exchange_with_feedback", "used_elements", "working_dtype"]
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -27,7 +27,11 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def exchange_with_feedback(
-    exchange: Exchange, gradient: torch.Tensor, contents: Contents, residual: torch.Tensor
+    exchange: Exchange,
+    gradient: torch.Tensor,
+    contents: Contents,
+    residual: torch.Tensor,
+    used: torch.Tensor | None = None,
 ) -> None:
     """Replaces a gradient by its mean over the ranks, and a residual by what is still missing from all means so far.
 
@@ -38,14 +42,44 @@ def exchange_with_feedback(
         gradient: this rank's, flat; overwritten.
         contents: what it holds.
         residual: what this rank has left out so far, same shape, in :func:`working_dtype`; overwritten.
+        used: which elements are sent, same shape, bool, the same on all ranks; the residual of the others stays as it
+            is, and they are 0 in the result. ``None`` means all.
 
     Collectives:
         Those of the exchange.
     """
     values, error = residual + gradient, torch.empty_like(residual)
+    if used is not None:
+        values.mul_(used)
     exchange.mean_(values, contents, error)
+    if used is not None:
+        values.mul_(used)
+        error = torch.where(used, error, residual)
     torch.where(values.abs() < torch.inf, error, residual, out=residual)  # isfinite() takes twice as long
     gradient.copy_(values)
+
+
+def used_elements(gradient: torch.Tensor, contents: Contents, group: dist.ProcessGroup) -> torch.Tensor:
+    """Returns which elements belong to parameters that some rank has used, as far as their gradient is not all zero.
+
+    DDP gives nobody the result of a parameter that no rank has used, so what was left out of it has to wait.
+
+    Args:
+        gradient: this rank's, flat.
+        contents: what it holds.
+        group: the ranks.
+
+    Returns:
+        Bool, the gradient's shape, the same on all ranks.
+
+    Collectives:
+        One all-reduce of a byte per parameter, on every rank of the group.
+    """
+    parts = [part for _, part in contents.split(gradient)]
+    is_used = torch.stack([(part != 0).any() for part in parts]).to(torch.uint8)  # a NaN is not 0 either
+    dist.all_reduce(is_used, op=dist.ReduceOp.MAX, group=group)
+    sizes = torch.tensor([part.numel() for part in parts], device=gradient.device)
+    return is_used.bool().repeat_interleave(sizes, output_size=gradient.numel())
 
 
 class Residuals:

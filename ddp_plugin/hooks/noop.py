@@ -24,6 +24,14 @@ class Nothing(DirectExchange):
         return done(values)
 
 
+def _no_bytes(contents: Contents, world_size: int, rank: int) -> int:
+    return 0
+
+
+def _no_bound(gradients: torch.Tensor, contents: Contents) -> torch.Tensor:
+    return torch.full((1, gradients.shape[1]), torch.inf, dtype=torch.float64)
+
+
 def noop(for_measuring: bool = False) -> CommHook:
     """No exchange: every rank trains a model of its own, and only the time of a step means anything.
 
@@ -41,8 +49,8 @@ def noop(for_measuring: bool = False) -> CommHook:
     return CommHook(
         "noop",
         Nothing,
-        wire_bytes=lambda contents, world_size, rank: 0,
-        error_bound=lambda gradients, contents: torch.full((1, gradients.shape[1]), torch.inf, dtype=torch.float64),
+        wire_bytes=_no_bytes,
+        error_bound=_no_bound,
         is_direct=True,
         exchanges_nothing=True,
         refusal=None if for_measuring else refusal,

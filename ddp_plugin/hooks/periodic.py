@@ -12,17 +12,17 @@ Reference:
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_plugin._compat import GradBucket
 from ddp_plugin.averaging import average, chunks, flatten, take_from_first_rank, unflatten
 from ddp_plugin.errors import check_count, explain
-from ddp_plugin.hooks._attached import AttachedHook
+from ddp_plugin.hooks._attached import AttachedHook, dropped
 from ddp_plugin.hooks._contents import Contents
 from ddp_plugin.hooks._exchange import done
 from ddp_plugin.hooks._feedback import working_dtype
@@ -79,7 +79,7 @@ class Averager(AttachedHook):
     Args:
         hook: a record with an outer step.
         model: the wrap, all ranks' parameters being equal.
-        group: as for :class:`AttachedHook`.
+        pg_options: as for :class:`AttachedHook`.
         loss_scale: not used; gradients stay each rank's own.
 
     Collectives:
@@ -90,14 +90,14 @@ class Averager(AttachedHook):
         self,
         hook: CommHook,
         model: DistributedDataParallel,
-        group: dist.ProcessGroup | None = None,
+        pg_options: Any = None,
         loss_scale: Callable[[], Tensor | None] = lambda: None,
     ) -> None:
         assert hook.outer is not None
         self.outer = hook.outer
         self._pieces: list[_Piece] = []
         self._buffers: list[Tensor] = []
-        super().__init__(hook, model, group, loss_scale)
+        super().__init__(hook, model, pg_options, loss_scale)
 
     # ------------------------------------------------------------------------------------------------ the parameters
 
@@ -240,7 +240,7 @@ class Averager(AttachedHook):
             "parameter_residuals": left_out,
         }
 
-    def load(self, state: Mapping[str, Any]) -> str | None:
+    def load(self, state: Mapping[str, Any] | None) -> str | None:
         """Takes back a state, also one with another outer step; see :meth:`AttachedHook.load`.
 
         A run that exchanged gradients has no anchor: the parameters that it left are the anchor then.
@@ -248,13 +248,10 @@ class Averager(AttachedHook):
         Collectives:
             None.
         """
+        if state is None:
+            return None
         if "anchor" not in state:
-            if not state["residuals"]:
-                return None
-            return (
-                f"the checkpoint was written with comm_hook={state['name']!r}; the gradient that it had left out for "
-                f"later is dropped, because comm_hook={self.hook.name!r} exchanges parameters"
-            )
+            return dropped(state, f"comm_hook={self.hook.name!r} exchanges parameters")
         self._num_steps = int(state["num_steps"])
         names = [name for piece in self._pieces for name in piece.contents.names]
         for name, (_, *views) in zip(names, self._walk(), strict=True):
@@ -266,10 +263,7 @@ class Averager(AttachedHook):
         if self._exchange.leaves_error:
             self._residuals.load(state["parameter_residuals"])
         elif state["parameter_residuals"]:
-            return (
-                f"the checkpoint was written with between={state['between']!r}; what it had left out for later is "
-                f"dropped, because {self.hook.options.get('between')!r} has no error feedback"
-            )
+            return dropped(state, f"between={self.hook.options.get('between')!r} has no error feedback")
         return None
 
 
@@ -332,18 +326,18 @@ def diloco(
     return _record("diloco", outer, between, options)
 
 
+def _wire_bytes(contents: Contents, world_size: int, rank: int, inner: CommHook) -> int:
+    return inner.wire_bytes(replace(contents, dtype=working_dtype(contents.dtype)), world_size, rank)
+
+
 def _record(name: str, outer: OuterStep, between: HookSpec, options: Mapping[str, Any]) -> CommHook:
     check_count("period", outer.period, 1)
     inner = resolve_inner(between, name)
 
-    def wire_bytes(contents: Contents, world_size: int, rank: int) -> int:
-        exchanged = replace(contents, dtype=working_dtype(contents.dtype))
-        return inner.wire_bytes(exchanged, world_size, rank)
-
     return replace(
         inner,
         name=name,
-        wire_bytes=wire_bytes,
+        wire_bytes=partial(_wire_bytes, inner=inner),
         is_exact=False,  # what every rank trains alone in between is no one process's training
         is_direct=False,
         outer=outer,

@@ -22,6 +22,7 @@ from ddp_plugin.errors import check_count, explain
 from ddp_plugin.hooks._blocks import CODECS, BlockCodec
 from ddp_plugin.hooks._contents import Contents
 from ddp_plugin.hooks._exchange import Exchange
+from ddp_plugin.hooks._feedback import working_dtype
 from ddp_plugin.hooks._record import CommHook, all_gather_bytes, largest_magnitude
 
 __all__ = ["TwoShot", "fp8", "int4", "int8"]
@@ -54,6 +55,9 @@ class TwoShot(Exchange):
                 error.zero_()
             return
         codec, rank, num_elements = self._codec, self.rank, values.numel()
+        if not num_elements:
+            return
+        own, values = values, values.to(working_dtype(values.dtype))
         num_blocks, block_size = _blocks(num_elements, self.world_size, self._block_size)
         parts = values.new_zeros(self.world_size, num_blocks, block_size)
         parts.view(-1)[:num_elements] = values
@@ -69,7 +73,7 @@ class TwoShot(Exchange):
         gathered = torch.empty_like(sent)
         all_gather_flat(gathered, sums, self.group)
         result = codec.decode(gathered, values.dtype)
-        values.copy_(result.view(-1)[:num_elements])
+        own.copy_(result.view(-1)[:num_elements])
         if error is not None:
             left = parts.sub_(codec.decode(sent, values.dtype))
             left[rank] = mean.sub_(result[rank]).mul_(self.world_size)

@@ -81,11 +81,21 @@ class AveragedReplicas(FollowingWrap):
         """Sets up a run, in which the ranks begin as one model.
 
         Raises:
-            ValueError: beside a hook that exchanges parameters, an optimizer that is divided among the ranks.
+            ValueError: beside a hook that exchanges parameters, an optimizer that is divided among the ranks, or a
+                callback that keeps an average of weights, which would be each rank's own.
         """
         self._are_parameters_parted = False
         self._parted_optimizers.clear()
         super().setup(trainer)
+        averages = [c for c in trainer.callbacks if "WeightAveraging" in (base.__name__ for base in type(c).__mro__)]
+        if self._averager is not None and averages:
+            raise ValueError(
+                explain(
+                    f"no callback that averages weights over steps, beside comm_hook={self._comm_hook}",
+                    f"{type(averages[0]).__name__}, whose average would be each rank's own",
+                    "Leave one of them out",
+                )
+            )
         divided = [type(o).__name__ for o in self.optimizers if hasattr(o, "consolidate_state_dict")]
         if self._averager is not None and divided:
             raise ValueError(

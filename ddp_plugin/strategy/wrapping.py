@@ -7,14 +7,14 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
-from ddp_plugin import _compat, process_group
+from ddp_plugin import _compat
 from ddp_plugin.errors import DDPPluginError, explain
 from ddp_plugin.hooks import HOOKS, AttachedHook, CommHook, dropped, put_to_work, run_hook
 from ddp_plugin.strategy.reductions import MatchedReductions
@@ -56,7 +56,8 @@ class FollowingWrap(MatchedReductions):
 
     def setup(self, trainer: Any) -> None:
         """Wraps the model, and lets the first training batch compare what is trainable."""
-        self._attached_hook = None
+        if trainer.state.fn == TrainerFn.FITTING:  # else the last run's hook stays, for a checkpoint
+            self._attached_hook = None
         super().setup(trainer)
         self._epoch_of_agreement = None
 
@@ -98,7 +99,7 @@ class FollowingWrap(MatchedReductions):
         assert isinstance(self.model, DistributedDataParallel)
         function: Callable[..., Any]
         if self._comm_hook is None and self._saved_hook is not None:
-            if loss := dropped(self._saved_hook, None):
+            if loss := dropped(self._saved_hook, "this run has comm_hook=None"):
                 rank_zero_warn(loss)
             self._saved_hook = None
         if self._ddp_comm_hook is not None:
@@ -116,17 +117,13 @@ class FollowingWrap(MatchedReductions):
         """Returns the hook at work: the one that the wrap before had, so that nothing it remembers is lost."""
         if self._attached_hook is None:
             hook = self._comm_hook or HOOKS["allreduce"]()
-            group = None if hook.is_direct else self._make_exchange_group(model.process_group)
-            self._attached_hook = put_to_work(hook, model, group, self._loss_scale)
+            self._attached_hook = put_to_work(hook, model, self._nccl_group_options(), self._loss_scale)
             if self._saved_hook is not None and (loss := self._attached_hook.load(self._saved_hook)):
                 rank_zero_warn(loss)
             self._saved_hook = None
         else:
             self._attached_hook.follow(model)
         return self._attached_hook
-
-    def _make_exchange_group(self, beside: dist.ProcessGroup) -> dist.ProcessGroup:
-        return process_group.exchange_group(beside, self._nccl_group_options())
 
     def _loss_scale(self) -> Tensor | None:
         return _compat.loss_scale(getattr(self.precision_plugin, "scaler", None))
@@ -326,13 +323,27 @@ class FollowingWrap(MatchedReductions):
         if "optimizer_states" in checkpoint:  # of a run, not of weights alone
             model = self.model if isinstance(self.model, DistributedDataParallel) else None
             self._layout.save(checkpoint, model, self._trainable)
-            if self._attached_hook is not None and (state := self._attached_hook.state()) is not None:
-                checkpoint.setdefault("ddp_plugin", {})["comm_hook"] = state
+            self._save_hook(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _save_hook(self, checkpoint: dict[str, Any]) -> None:
+        attached, module = self._attached_hook, self.lightning_module
+        if attached is None:
+            return
+        if module is not None and module.trainer.interrupted:  # the others may not come to a collective any more
+            if attached.leaves_error:
+                rank_zero_warn(
+                    "What comm_hook had left out for later is not in this checkpoint: the run was interrupted."
+                )
+        elif (state := attached.state()) is not None:
+            checkpoint.setdefault("ddp_plugin", {})["comm_hook"] = state
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Loads a checkpoint; the wrap that follows begins with the buckets and the hook's state of the run before."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        module = self.lightning_module
+        if module is not None and module.trainer.state.fn != TrainerFn.FITTING:
+            return checkpoint  # its run is not continued here
         self._layout.load(checkpoint)
         self._saved_hook = checkpoint.get("ddp_plugin", {}).get("comm_hook")
         return checkpoint
