@@ -622,9 +622,10 @@ def test_a_state_of_gradients_and_one_of_parameters_are_not_mixed_up(tmp_path: P
     state = torch.load(tmp_path / "25.ckpt", weights_only=True)["ddp_plugin"]["comm_hook"]
     assert any(value.any() for value in state["parameter_residuals"].values())
     attached = attach(gradients, DistributedDataParallel(make_net()))
-    assert attached.load(state) is None
+    assert "what it had left out of the parameters for later and the outer momentum is dropped" in attached.load(state)  # type: ignore[operator]
     assert attached.state()["residuals"] == {}  # type: ignore[index]
-    finish(gradients, tmp_path, (), tmp_path / "25.ckpt")
+    with pytest.warns(UserWarning, match="exchanges gradients") if dist.get_rank() == 0 else contextlib.nullcontext():
+        finish(gradients, tmp_path, (), tmp_path / "25.ckpt")
     with pytest.warns(UserWarning, match="no error feedback") if dist.get_rank() == 0 else contextlib.nullcontext():
         finish(BETWEEN["diloco"], tmp_path, (), tmp_path / "25.ckpt")
 
