@@ -281,7 +281,7 @@ def test_mistakes_are_refused_before_anything_is_sent(world_size: int) -> None:
     ones = torch.ones(4)
     for message, arguments in {
         "butterfly": {"algorithm": "rnig"},
-        "num_servers from 1": {"algorithm": "parameter_server", "num_servers": 2},
+        "num_servers to be an integer from 1": {"algorithm": "parameter_server", "num_servers": 2},
         "it has none": {"num_servers": 1},
         "segment_bytes of at least 1": {"segment_bytes": 0},
         "op='sum' or op='mean'": {"op": "max"},

@@ -50,7 +50,9 @@ def train(variant: Variant, model: LanguageModel, batches: Batches, clock: Clock
     if variant.loop == "plain":
         _train_plainly(variant, model, batches, clock)
         return
-    strategy = DDPStrategy() if variant.loop == "lightning" else CustomDDPStrategy(comm_hook=variant.comm_hook)
+    strategy: DDPStrategy = DDPStrategy()
+    if variant.loop == "custom":
+        strategy = CustomDDPStrategy(comm_hook=variant.comm_hook, **variant.ddp)
     # One process on each of two hosts; the batches are this rank's already.
     trainer(strategy=strategy, devices=1, num_nodes=2, callbacks=[_EndedBy(clock)]).fit(model, batches)
 

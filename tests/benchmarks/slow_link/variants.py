@@ -31,6 +31,7 @@ HOOK_OPTIONS: dict[str, dict[str, Any]] = {
     "local_sgd": {"period": LOCAL_PERIOD},
     "diloco": {"period": LOCAL_PERIOD},
 }
+SMALL_BUCKETS = ("powersgd", "topk")
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,8 @@ def variants() -> dict[str, Variant]:
         Variant("Lightning DDPStrategy", "lightning"),
         Variant(REFERENCE, "custom"),
         *(_of_hook(name) for name in HOOKS if name != BASELINE),
+        # More and smaller buckets than DDP's: the last of them, which no backward hides any more, is small as well.
+        *(replace(_of_hook(name), name=f"{name}, 4 MiB buckets", ddp={"bucket_cap_mb": 4}) for name in SMALL_BUCKETS),
         *TORCH_VARIANTS,
     ]
     return {variant.name: variant for variant in listed}
