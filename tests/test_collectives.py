@@ -283,7 +283,7 @@ def test_mistakes_are_refused_before_anything_is_sent(world_size: int) -> None:
         "butterfly": {"algorithm": "rnig"},
         "num_servers to be an integer from 1": {"algorithm": "parameter_server", "num_servers": 2},
         "it has none": {"num_servers": 1},
-        "segment_bytes of at least 1": {"segment_bytes": 0},
+        "segment_bytes to be an integer of at least 1": {"segment_bytes": 0},
         "op='sum' or op='mean'": {"op": "max"},
     }.items():
         for async_op in (False, True):
