@@ -1,0 +1,130 @@
+"""Says what this process is doing, so that the others can tell when it fails or hangs."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ddp_plugin import _compat
+from ddp_plugin.strategy.logical import LogicalShards
+from ddp_plugin.supervision.activity import Activity, place_of
+from ddp_plugin.supervision.board import Board
+from ddp_plugin.supervision.pulse import Pulse
+
+__all__ = ["Supervised"]
+
+
+class Supervised(LogicalShards):
+    """Tells what it is doing, in each method that Lightning calls around a step or a collective."""
+
+    _pulse: Pulse | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._activity = Activity(self._place)
+
+    @property
+    def activity(self) -> Activity:
+        """What this process is doing."""
+        return self._activity
+
+    @property
+    def pulse(self) -> Pulse | None:
+        """The thread that tells the others; ``None`` outside a run."""
+        return self._pulse
+
+    def _place(self) -> Mapping[str, Any]:
+        module = self.lightning_module
+        return {} if module is None else place_of(module.trainer)
+
+    def setup_environment(self) -> None:
+        """Starts the processes' group, and tells from here on what this process is doing.
+
+        Collectives:
+            Those of :meth:`setup_distributed`.
+        """
+        super().setup_environment()
+        self._pulse = Pulse(Board.beside(_compat.default_group()), self._activity)
+        self._pulse.start()
+
+    def teardown(self) -> None:
+        """Ends the run; nothing is told any more."""
+        if self._pulse is not None:
+            self._pulse.stop()
+            self._pulse = None
+        super().teardown()
+
+    # ------------------------------------------------------------------------------------------------------ one step
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step; see :class:`AveragedReplicas`."""
+        with self._activity.doing("training_step"):
+            return super().training_step(*args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs the backward; see :class:`FollowingWrap`."""
+        with self._activity.doing("backward"):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs the closure and the step; see :class:`FollowingWrap`."""
+        with self._activity.doing("optimizer_step"):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step."""
+        with self._activity.doing("validation_step"):
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step."""
+        with self._activity.doing("test_step"):
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step."""
+        with self._activity.doing("predict_step"):
+            return super().predict_step(*args, **kwargs)
+
+    # --------------------------------------------------------------------------------------------------- collectives
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks."""
+        with self._activity.doing(f"the barrier {name!r}" if name else "a barrier"):
+            super().barrier(name)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Returns the object of rank ``src`` on all ranks."""
+        with self._activity.doing(f"a broadcast from rank {src}"):
+            return super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces a tensor; see :class:`MatchedReductions`."""
+        with self._activity.doing("a reduction of a value"):
+            return super().reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gathers a tensor; see :class:`MatchedReductions`."""
+        with self._activity.doing("an all-gather"):
+            return super().all_gather(tensor, group, sync_grads)
+
+    # ---------------------------------------------------------------------------------------------------- checkpoint
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Saves a checkpoint; see the classes above."""
+        with self._activity.doing(f"the save of {filepath}"):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Loads a checkpoint; see the classes above."""
+        with self._activity.doing(f"the load of {checkpoint_path}"):
+            return super().load_checkpoint(checkpoint_path, *args, **kwargs)

@@ -1,0 +1,88 @@
+"""A thread that says once a beat what its process is doing, and lets others look at what the rest say."""
+
+import threading
+from typing import Protocol
+
+from ddp_plugin.supervision.activity import Activity
+from ddp_plugin.supervision.board import Board, BoardLostError
+
+__all__ = ["ACTIVITY", "Pulse", "Watcher"]
+
+ACTIVITY = "activity"
+"""The board's topic for :meth:`Activity.snapshot`, with ``beat``, a number that grows while the process lives."""
+
+
+class Watcher(Protocol):
+    """Looks at the board once a beat, in the thread of the pulse."""
+
+    def look(self, board: Board) -> None:
+        """Reads what it is interested in; must not wait for anything but the board."""
+
+    def lose(self, error: BoardLostError) -> None:
+        """Learns that the board is gone, once; no beat follows."""
+
+
+class Pulse:
+    """Posts an activity once a beat, for as long as the process lives, whatever its main thread is stuck in.
+
+    Only what holds Python's interpreter lock or stops the whole process stops the pulse too; the others see the beat
+    stand still then.
+
+    Args:
+        board: where it is posted, and what the watchers look at.
+        activity: of this process.
+        interval_s: seconds between two beats.
+    """
+
+    def __init__(self, board: Board, activity: Activity, interval_s: float = 1.0) -> None:
+        self.board = board
+        self.activity = activity
+        self.interval_s = interval_s
+        self._watchers: list[Watcher] = []
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ddp_plugin-pulse", daemon=True)
+
+    def add(self, watcher: Watcher) -> None:
+        """Lets a watcher look from the next beat on.
+
+        Collectives:
+            None.
+        """
+        self._watchers.append(watcher)
+
+    def start(self) -> None:
+        """Posts the first beat, and starts the thread.
+
+        Raises:
+            BoardLostError: the board does not answer.
+
+        Collectives:
+            None.
+        """
+        self._beat(0)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread, and waits for it, but not when called inside it.
+
+        Collectives:
+            None.
+        """
+        self._is_over.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        beat = 0
+        try:
+            while not self._is_over.wait(self.interval_s):
+                beat += 1
+                self._beat(beat)
+                for watcher in tuple(self._watchers):
+                    watcher.look(self.board)
+        except BoardLostError as error:
+            for watcher in tuple(self._watchers):
+                watcher.lose(error)
+
+    def _beat(self, beat: int) -> None:
+        self.board.post(ACTIVITY, {**self.activity.snapshot(), "beat": beat})
