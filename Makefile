@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: llm resnet test lint parity bench bench-slow-link losses test-gpu clean
+.PHONY: llm resnet test lint parity bench bench-slow-link losses exit-codes chaos test-gpu clean
 
 llm: $(VENV)/.installed
 	$(BIN)/python recipes/llm.py $(ARGS)
@@ -36,6 +36,16 @@ bench-slow-link: $(VENV)/.installed
 # Held-out loss of the language-model recipe with each lossy hook, beside the spread of exact runs.
 losses: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.losses $(ARGS)
+
+# A clean run ends with 0 every time: RUNS=100 of them, one after another.
+exit-codes: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.exit_codes --num-runs $(or $(RUNS),100) $(ARGS)
+
+# The language-model recipe, killed at random moments and started again, must be the run that was not.
+SEED ?= 0
+KILLS ?= 10
+chaos: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --seed $(SEED) --kills $(KILLS) $(ARGS)
 
 test-gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/gpu -m gpu $(ARGS)

@@ -13,6 +13,7 @@ if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
     )
 
 from ddp_plugin.callbacks import (
+    AutoResume,
     CommunicationMonitor,
     ConvertSyncBatchNorm,
     DecisionSync,
@@ -20,6 +21,7 @@ from ddp_plugin.callbacks import (
     GatherPredictions,
     GlobalMeanLoss,
     GradientNoiseScale,
+    HangWatchdog,
     PerRankSeed,
     ReplicaConsistency,
     SamplerEpoch,
@@ -37,6 +39,7 @@ from ddp_plugin.tuning import Tuning, tune
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutoResume",
     "CommunicationMonitor",
     "ConvertSyncBatchNorm",
     "CustomDDPStrategy",
@@ -45,6 +48,7 @@ __all__ = [
     "GatherPredictions",
     "GlobalMeanLoss",
     "GradientNoiseScale",
+    "HangWatchdog",
     "NcclOptions",
     "PerRankSeed",
     "ReplicaConsistency",

@@ -3,10 +3,15 @@
 Each helper says why no public way exists; ``tests/test_compat.py`` notices when a name moves.
 """
 
+import json
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from itertools import islice
+from traceback import walk_tb
 from typing import Any, Protocol
 
 import torch
@@ -140,6 +145,47 @@ def first_buckets(buckets: Sequence[Sequence[int]] | None) -> Iterator[None]:
         namespace._compute_bucket_assignment_by_size = usual
 
 
+def main_thread_frame() -> Any:
+    """Returns what the main thread is executing, from any thread; ``sys`` has no public name for it."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def awaited_worker(iterator: Any) -> str | None:
+    """Returns which process an iterator of a DataLoader waits for, in words; ``None`` where it loads by itself."""
+    try:
+        worker = iterator._task_info[iterator._rcvd_idx][0]
+        return f"data worker {worker} (pid {iterator._workers[worker].pid})"
+    except (AttributeError, KeyError, IndexError):
+        return None
+
+
+def flight_records() -> list[dict[str, Any]]:
+    """Returns what torch's flight recorders hold: the latest collectives of every group, of NCCL and of the others.
+
+    It waits for no collective, and may be called from any thread. A torch that records nothing, or for which
+    ``TORCH_FR_BUFFER_SIZE`` is 0, gives none.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    records = []
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump = getattr(c10d, name, None)
+        if dump is not None:
+            record = json.loads(dump(True, False))
+            if record.get("entries"):
+                records.append(record)
+    return records
+
+
+def bucket_bytes(model: DistributedDataParallel) -> tuple[int, ...] | None:
+    """Returns the sizes of the buckets in the order of reduction; ``None`` until DDP, some steps on, tells them.
+
+    Only between a backward and the next one: DDP holds a lock inside them for which this would wait for ever.
+    """
+    written: str | None = model._get_ddp_logging_data().get("rebuilt_bucket_sizes")  # type: ignore[no-untyped-call]
+    return None if written is None else tuple(int(size) for size in written.split(","))
+
+
 # ------------------------------------------------------------------------------------------------------------- torch
 
 
@@ -268,6 +314,17 @@ def reenter_train_epoch(trainer: Any) -> None:
 def train_loaders_are_cycled(trainer: Any) -> bool:
     """Whether training loaders that end before the longest one begin again."""
     return bool(trainer.fit_loop._combined_loader._mode == "max_size_cycle")
+
+
+def given_train_loaders(trainer: Any) -> list[Any]:
+    """Returns the training loaders that a fit was given as objects; none where a module or datamodule makes them."""
+    source = trainer.fit_loop._data_source
+    if source.instance is None or source.is_module():
+        return []
+    given = source.instance
+    if isinstance(given, dict):
+        return list(given.values())
+    return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def is_last_train_batch(trainer: Any) -> bool:
@@ -585,11 +642,68 @@ def _is_per_batch(hook: str) -> bool:
     return name.endswith("_step") or "_batch_" in name
 
 
-class FitMoments(Protocol):
-    """What :func:`intercept_fit` calls; each on all ranks at the same moment of the fit, but for the wishes."""
+def choose_checkpoint(trainer: Any, choose: Callable[[], Any]) -> None:
+    """Asks for the checkpoint of the fit that begins, once, when it is restored; to be called in a ``setup`` hook.
+
+    Lightning takes the path in the main program, before the processes have found each other.
+
+    Args:
+        trainer: it has the process group, and has restored nothing yet.
+        choose: called on all ranks at the same time; returns a path, or ``None`` to restore nothing. It is not asked
+            where the fit was given a path.
+    """
+    connector = trainer._checkpoint_connector
+
+    def restore(checkpoint_path: Any = None, *arguments: Any) -> None:
+        del connector._restore_modules_and_callbacks
+        asks = not checkpoint_path and trainer.state.fn == "fit"  # a fit that failed at once is not followed by one
+        connector._restore_modules_and_callbacks(choose() if asks else checkpoint_path, *arguments)
+
+    connector._restore_modules_and_callbacks = restore
+
+
+class MonitorMoments(Protocol):
+    """What :func:`intercept_monitors` calls; on all ranks at the same moment of the fit."""
 
     overlay: dict[str, Any]
     """Values that stand before Lightning's own in ``trainer.callback_metrics``."""
+
+    def before_plateau_schedulers(self, interval: str) -> None:
+        """Before the schedulers that follow a metric read it; ``interval`` is ``"step"`` or ``"epoch"``."""
+
+
+def intercept_monitors(trainer: Any, moments: MonitorMoments) -> Callable[[], None]:
+    """Lets ``moments`` decide what ``trainer.callback_metrics`` shows.
+
+    Lightning reads it in the middle of its loops, where no hook can come before. So two objects of this Trainer get a
+    subclass of their own class.
+
+    Returns:
+        A function that undoes it.
+    """
+    epoch_class, connector_class = type(trainer.fit_loop.epoch_loop), type(trainer._logger_connector)
+
+    def update_lr_schedulers(loop: Any, interval: str, update_plateau_schedulers: bool) -> None:
+        if update_plateau_schedulers and not (interval == "step" and loop._should_accumulate()):
+            moments.before_plateau_schedulers(interval)
+        epoch_class.update_lr_schedulers(loop, interval, update_plateau_schedulers)
+
+    def callback_metrics(connector: Any) -> dict[str, Any]:
+        metrics: dict[str, Any] = connector_class.callback_metrics.__get__(connector)
+        metrics.update(moments.overlay)
+        return metrics
+
+    return _all_of(
+        _specialise(trainer.fit_loop.epoch_loop, update_lr_schedulers=update_lr_schedulers),
+        _specialise(trainer._logger_connector, callback_metrics=property(callback_metrics)),
+    )
+
+
+class StopMoments(Protocol):
+    """What :func:`intercept_stopping` calls; each on all ranks at the same moment of the run, but for the wishes.
+
+    Those of an evaluation come on ranks with unequal numbers of batches as often as on the one with the fewest.
+    """
 
     def is_stop_agreed(self) -> bool:
         """Answers whoever reads ``trainer.should_stop``."""
@@ -597,33 +711,48 @@ class FitMoments(Protocol):
     def wish_stop(self, stop: bool) -> None:
         """Is told what was written to ``trainer.should_stop``, on the rank where it was."""
 
+    def wish_time_is_up(self) -> None:
+        """Is told by a ``Timer`` that its time is up, on the rank where it is."""
+
     def before_fit(self) -> None:
         """Before Lightning first asks whether to train at all, and once more before the first epoch."""
 
     def after_batch(self) -> None:
         """After all hooks of a training batch, before a validation that is due then."""
 
-    def after_batch_and_validation(self) -> None:
-        """The same, after that validation."""
-
-    def before_plateau_schedulers(self, interval: str) -> None:
-        """Before the schedulers that follow a metric read it; ``interval`` is ``"step"`` or ``"epoch"``."""
+    def after_batch_and_validation(self, *, ends_epoch: bool, inside_window: bool) -> None:
+        """The same, after that validation; whether the epoch ends here, and whether gradients are accumulated."""
 
     def after_epoch(self) -> None:
         """After all hooks of a training epoch, before Lightning asks whether to train another one."""
 
+    def before_evaluation(self, loop: Any) -> None:
+        """Before a validation, test or prediction."""
 
-def intercept_fit(trainer: Any, moments: FitMoments) -> Callable[[], None]:
-    """Lets ``moments`` decide what ``trainer.should_stop`` is, and what ``trainer.callback_metrics`` shows.
+    def count_evaluation_steps(self, num_steps: int) -> None:
+        """When the loaders are known: how many steps this rank will take, 0 where nobody can tell."""
 
-    Lightning reads both in the middle of its loops, where no hook can come before; and a plain attribute cannot be
-    watched. So four objects of this Trainer get a subclass of their own class.
+    def after_evaluation_step(self, loop: Any) -> None:
+        """After all hooks of one of its batches."""
+
+    def after_evaluation(self, loop: Any) -> None:
+        """After all of its hooks."""
+
+
+def intercept_stopping(trainer: Any, moments: StopMoments) -> Callable[[], None]:
+    """Lets ``moments`` decide what ``trainer.should_stop`` is, and when to leave for another reason.
+
+    Lightning reads ``should_stop`` in the middle of its loops, where no hook can come before; and a plain attribute
+    cannot be watched. So objects of this Trainer get a subclass of their own class. Lightning's own handlers of signals
+    are not installed, its broadcast of rank 0's SIGTERM at each step is not sent, and a ``Timer`` wishes instead of
+    broadcasting rank 0's clock.
 
     Returns:
         A function that undoes it; what was wished for or agreed stays in ``trainer.should_stop``.
     """
+    from lightning.pytorch.callbacks import Timer
+
     fit_class, epoch_class = type(trainer.fit_loop), type(trainer.fit_loop.epoch_loop)
-    connector_class = type(trainer._logger_connector)
 
     def skip(loop: Any) -> bool:
         moments.before_fit()
@@ -640,36 +769,117 @@ def intercept_fit(trainer: Any, moments: FitMoments) -> Callable[[], None]:
     def on_batch_end(loop: Any, data_fetcher: Any) -> None:
         moments.after_batch()
         epoch_class.on_advance_end(loop, data_fetcher)
-        moments.after_batch_and_validation()
+        moments.after_batch_and_validation(
+            ends_epoch=loop._is_training_done, inside_window=train_window_is_open(trainer)
+        )
 
-    def update_lr_schedulers(loop: Any, interval: str, update_plateau_schedulers: bool) -> None:
-        if update_plateau_schedulers and not (interval == "step" and loop._should_accumulate()):
-            moments.before_plateau_schedulers(interval)
-        epoch_class.update_lr_schedulers(loop, interval, update_plateau_schedulers)
+    def check_time(timer: Any) -> None:
+        remaining_s = timer.time_remaining()
+        if remaining_s is not None and remaining_s <= 0:
+            moments.wish_time_is_up()
 
-    def callback_metrics(connector: Any) -> dict[str, Any]:
-        metrics: dict[str, Any] = connector_class.callback_metrics.__get__(connector)
-        metrics.update(moments.overlay)
-        return metrics
-
+    timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]
     should_stop = property(lambda _: moments.is_stop_agreed(), lambda _, stop: moments.wish_stop(bool(stop)))
     wished_before = trainer.should_stop
-    undo = [
+    loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    undo = _all_of(
         _specialise(trainer, should_stop=should_stop),
         _specialise(trainer.fit_loop, skip=property(skip), on_run_start=on_run_start, on_advance_end=on_epoch_end),
         _specialise(
-            trainer.fit_loop.epoch_loop, on_advance_end=on_batch_end, update_lr_schedulers=update_lr_schedulers
+            trainer.fit_loop.epoch_loop, on_advance_end=on_batch_end, _broadcast_sigterm_tensor=lambda loop: None
         ),
-        _specialise(trainer._logger_connector, callback_metrics=property(callback_metrics)),
-    ]
+        _specialise(trainer._signal_connector, register_signal_handlers=lambda connector: None),
+        *(_intercept_evaluation(loop, moments) for loop in loops),
+        *(_specialise(timer, _check_time_remaining=lambda timer, _: check_time(timer)) for timer in timers),
+    )
     moments.wish_stop(wished_before)
 
     def release() -> None:
-        for function in undo:
-            function()
+        undo()
         trainer.should_stop = moments.is_stop_agreed()
 
     return release
+
+
+def _intercept_evaluation(loop: Any, moments: StopMoments) -> Callable[[], None]:
+    loop_class = type(loop)
+    step_name = "_predict_step" if hasattr(loop, "_predict_step") else "_evaluation_step"
+    step_of_class = getattr(loop_class, step_name)
+    is_counted = True
+
+    def run(loop: Any) -> Any:
+        nonlocal is_counted
+        is_counted = False
+        moments.before_evaluation(loop)
+        result = loop_class.run(loop)
+        moments.after_evaluation(loop)
+        return result
+
+    def setup_data(loop: Any) -> None:
+        nonlocal is_counted
+        loop_class.setup_data(loop)
+        if not is_counted:  # called by others as well
+            is_counted = True
+            moments.count_evaluation_steps(_num_steps(loop))
+
+    def step(loop: Any, *arguments: Any) -> None:
+        step_of_class(loop, *arguments)
+        moments.after_evaluation_step(loop)
+
+    return _specialise(loop, run=run, setup_data=setup_data, **{step_name: step})
+
+
+def _num_steps(loop: Any) -> int:
+    """Returns how many steps an evaluation takes at least, 0 where nobody can tell."""
+    if loop._combined_loader is None:
+        return 0
+    numbers = loop.max_batches if isinstance(loop.max_batches, list) else [loop.max_batches]
+    num_steps = sum(numbers) if loop._combined_loader._mode == "sequential" else min(numbers, default=0)
+    return 0 if num_steps == float("inf") else int(num_steps)
+
+
+def train_window_is_open(trainer: Any) -> bool:
+    """Whether gradients are being accumulated, so that more batches come before the optimizer steps."""
+    return bool(trainer.fit_loop.epoch_loop._should_accumulate())
+
+
+def note_sigterm(trainer: Any) -> None:
+    """Lets ``trainer.received_sigterm`` answer yes; Lightning forgets it when the next run begins."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def interrupt_validation(trainer: Any) -> None:
+    """Writes down that the validation inside the fit has begun and is not over, so that a resumed run does it anew.
+
+    Lightning would recognise that from a batch that is in its step, and take a validation that has not begun, or is
+    between two batches, for done.
+    """
+    progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+    num_before = progress.total.completed - progress.current.completed
+    for tracker, num_done in ((progress.total, num_before), (progress.current, 0)):
+        tracker.ready = tracker.started = num_done + 1
+        tracker.processed = tracker.completed = num_done
+    progress.is_last_batch = False
+
+
+def forget_interrupted_validation(trainer: Any) -> None:
+    """Evens the counts of a validation that is done anew; a later checkpoint would be taken for one inside it."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    if loop.restarting:
+        loop.batch_progress.total.reset_on_restart()
+
+
+def hpc_checkpoint_path(trainer: Any) -> str:
+    """Returns the next path at which Lightning looks for a checkpoint when SLURM starts the job again."""
+    return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+
+
+def _all_of(*functions: Callable[[], None]) -> Callable[[], None]:
+    def call_all() -> None:
+        for function in functions:
+            function()
+
+    return call_all
 
 
 def _specialise(instance: Any, **members: Any) -> Callable[[], None]:
@@ -679,8 +889,12 @@ def _specialise(instance: Any, **members: Any) -> Callable[[], None]:
     instance.__class__ = special
 
     def undo() -> None:
+        special.is_taken_back = True  # type: ignore[attr-defined]
         if type(instance) is special:
-            instance.__class__ = own
+            below: Any = own
+            while vars(below).get("is_taken_back", False):  # released before what was put on top of it
+                below = below.__base__
+            instance.__class__ = below
         else:  # somebody put a class on top: theirs stays, and finds nothing changed below
             for name in members:
                 delattr(special, name)
@@ -711,6 +925,85 @@ def may_save_now(callback: Any, global_step: int) -> bool:
         return False
     every = callback._every_n_train_steps
     return callback._train_time_interval is not None or (every >= 1 and global_step % every == 0)
+
+
+def wraps_checkpoint_io(io: Any) -> bool:
+    """Whether a ``CheckpointIO`` hands the files to another one, which Lightning fills in if there is none."""
+    from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+
+    return isinstance(io, _WrappingCheckpointIO)
+
+
+def innermost_checkpoint_io(io: Any) -> Any:
+    """Returns the ``CheckpointIO`` that opens files for this one; one that changes what is loaded stands for itself."""
+    from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+
+    while isinstance(io, _WrappingCheckpointIO) and type(io).load_checkpoint is _WrappingCheckpointIO.load_checkpoint:
+        io = io.checkpoint_io
+    return io
+
+
+def remove_after_saves(io: Any, path: Any) -> None:
+    """Removes a checkpoint; behind the saves that an ``AsyncCheckpointIO`` has not done yet, and not if they fail.
+
+    Lightning removes at once, so that of an old checkpoint and the one that replaces it there may be none for a while.
+    """
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+    if not isinstance(io, AsyncCheckpointIO) or io._executor is None:
+        io.remove_checkpoint(path)
+        return
+
+    def remove() -> None:
+        if io._error is None:
+            try:
+                io.remove_checkpoint(path)
+            except BaseException as error:
+                io._error = error  # raised at the next save, as an error of the last one is
+
+    io._executor.submit(remove)
+
+
+def guard_launched(launcher: Any, guard: Callable[..., Any], before: Callable[[], None] | None = None) -> None:
+    """Lets ``guard(function, *args, **kwargs)`` call what a launcher runs in each process; ``None`` is let alone.
+
+    Lightning hands the launcher all that a Trainer does, and nothing lies between it and the handling of exceptions.
+
+    Args:
+        launcher: a strategy's; changed.
+        guard: what can be pickled where the launcher starts processes by ``spawn``.
+        before: called first of all, in the process that launches, before any other is started; can be pickled too.
+    """
+    if launcher is not None:
+        launcher.launch = partial(_launch_guarded, launcher, guard, before)
+
+
+def _launch_guarded(
+    launcher: Any,
+    guard: Callable[..., Any],
+    before: Callable[[], None] | None,
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if before is not None:
+        before()
+    return type(launcher).launch(launcher, partial(guard, function), *args, **kwargs)
+
+
+def hook_of(error: BaseException) -> str | None:
+    """Returns in which method of a module, callback or strategy an exception was raised, as ``"Class.method"``.
+
+    It is the last one that Lightning called, as the traceback shows; Lightning keeps no note of it.
+    """
+    from lightning.pytorch.trainer import call
+
+    found, is_called = None, False
+    for frame, _ in walk_tb(error.__traceback__):
+        if is_called and frame.f_code.co_filename != call.__file__ and "self" in frame.f_locals:
+            found = f"{type(frame.f_locals['self']).__name__}.{frame.f_code.co_name}"
+        is_called = frame.f_code.co_filename == call.__file__
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------ torchmetrics

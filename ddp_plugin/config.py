@@ -97,6 +97,7 @@ class StrategyConfig:
     skip_all_reduce_unused_params: bool | None = None
     batched_grad_copy: bool | None = None
     logical_shards: int | None = None
+    checkpoint_on_stop: bool = False
     process_group_backend: str | None = None
     timeout_s: float = 1800.0
     start_method: str = "popen"

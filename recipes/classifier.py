@@ -6,17 +6,17 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import torch
 from images import ImageSplits
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from optimizer import make_sgd
 from residual import ResNet, resnet
-from run import loader_options
+from run import loader_options, refuse_other_run
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics import Metric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-__all__ = ["ImageClassifier", "ImageLoaders", "Sizes", "describe_model", "make_measures", "make_network"]
+__all__ = ["ImageClassifier", "ImageLoaders", "Sizes", "make_measures", "make_network"]
 
 Batch = tuple[Tensor, Tensor]
 
@@ -53,12 +53,16 @@ class ImageClassifier(pl.LightningModule):
     Args:
         settings: the recipe's settings.
         sizes: of the images.
+        facts: what has to be equal in a run and in one that continues it, see :func:`run.facts_of`; ``None`` for a
+            module that is not continued.
     """
 
-    def __init__(self, settings: DictConfig, sizes: Sizes) -> None:
+    def __init__(self, settings: DictConfig, sizes: Sizes, facts: dict[str, Any] | None = None) -> None:
         super().__init__()
-        self.save_hyperparameters({"model": describe_model(settings, sizes)})
+        if facts is not None:
+            self.save_hyperparameters({"run": facts})
         self.settings = settings
+        self.facts = facts
         self.memory_format = torch.channels_last if settings.model.channels_last else torch.contiguous_format
         self.network = make_network(settings, sizes)
         self.network.to(memory_format=self.memory_format)  # type: ignore[call-overload]  # a form its stub lacks
@@ -68,6 +72,11 @@ class ImageClassifier(pl.LightningModule):
         """Returns logits ``(N, num_classes)`` of images ``(N, C, H, W)``."""
         logits: Tensor = self.network(images.to(memory_format=self.memory_format))
         return logits
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuses another run's checkpoint."""
+        if self.facts is not None:
+            refuse_other_run(checkpoint, self.facts)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Returns the cross entropy with smoothed labels (Szegedy et al. 2016, section 7), the batch's mean."""
@@ -116,17 +125,6 @@ def make_network(settings: DictConfig, sizes: Sizes) -> ResNet:
         width=chosen.width,
         zero_init_residual=chosen.zero_init_residual,
     )
-
-
-def describe_model(settings: DictConfig, sizes: Sizes) -> dict[str, Any]:
-    """Returns what must be equal in a run and in the checkpoint it continues."""
-    chosen = OmegaConf.to_container(settings.model)
-    assert isinstance(chosen, dict)
-    return {
-        **{key: chosen[key] for key in ("name", "stem", "width")},
-        "num_classes": sizes.num_classes,
-        "in_channels": sizes.image_shape[0],
-    }
 
 
 def make_measures(num_classes: int) -> nn.ModuleDict:

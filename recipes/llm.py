@@ -13,18 +13,31 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from omegaconf import DictConfig, OmegaConf
+from lightning.pytorch.callbacks import Callback
+from omegaconf import DictConfig
 from optimizer import make_adamw
-from plan import Plan, compute_dtype, count_parameters, effective_batch, memory_bytes, resolve_precision, table
+from plan import (
+    Plan,
+    compute_dtype,
+    count_parameters,
+    effective_batch,
+    memory_bytes,
+    resolve_precision,
+    stored_dtype,
+    table,
+)
 from run import (
+    CHECKPOINT_LIMITS,
+    checkpoint_to_load,
     describe_output,
-    find_checkpoint,
-    last_checkpoint,
+    facts_of,
     loader_options,
+    make_saving,
     mistakes_of_settings,
+    refuse_other_run,
     run,
     say,
+    say_if_finished,
     trainer_options,
 )
 from settings import Limits, SettingsError, check_limits, load_settings
@@ -49,6 +62,7 @@ def main(argv: list[str]) -> None:
         plan = make_plan(settings, config)
         strategy = CustomDDPStrategy.from_config(settings.strategy)
         schedule, throughput = make_schedule(settings), make_throughput(settings, config)
+        saving = make_saving(settings, every_steps=settings.trainer.validate_every)
     say(f"The plan\n{plan}\n{table([describe_output(settings)])}")
     if settings.dry_run:
         return
@@ -57,15 +71,20 @@ def main(argv: list[str]) -> None:
     with mistakes_of_settings():
         corpus = find_corpus(chosen.path, list(chosen.patterns), chosen.max_bytes, chosen.validation_ratio)
         files = TokenFiles(corpus, config.vocab_size, chosen.cache_dir)
-        checkpoint = find_checkpoint(settings, describe_model(settings), plan.num_steps, "trainer.max_steps")
+        facts = facts_of(settings, plan, FACTS)
+        checkpoint = checkpoint_to_load(settings, facts, plan.num_steps, "trainer.max_steps")
     say(f"The corpus\n{describe(corpus)}")
 
     pl.seed_everything(settings.seed, workers=True, verbose=False)
-    model = LanguageModel(settings, config, files)
+    model = LanguageModel(settings, config, files, facts).to(stored_dtype(plan.precision))
     if settings.compile:
         model.network.compile()  # in place: the names in checkpoints stay
-    trainer = make_trainer(settings, plan, strategy, [schedule, throughput])
-    trainer.fit(model, TextData(settings, plan, files), ckpt_path=checkpoint)
+    trainer = make_trainer(settings, plan, strategy, [schedule, throughput, *saving])
+    data = TextData(settings, plan, files)
+    trainer.fit(model, data, ckpt_path=checkpoint)
+    say_if_finished(trainer)
+    if "val_bits_per_byte" not in trainer.callback_metrics:  # the last step's validation was before this start
+        trainer.validate(model, data, verbose=False)
 
     result = [
         ("validation", f"{trainer.callback_metrics['val_bits_per_byte']:.4f} bits per byte"),
@@ -87,12 +106,18 @@ class LanguageModel(pl.LightningModule):
         settings: the recipe's settings.
         config: sizes of the network.
         files: tokenizer and tokens; they need not exist before the data is prepared.
+        facts: what has to be equal in a run and in one that continues it, see :func:`run.facts_of`; ``None`` for a
+            module that is not continued.
     """
 
-    def __init__(self, settings: DictConfig, config: TransformerConfig, files: TokenFiles) -> None:
+    def __init__(
+        self, settings: DictConfig, config: TransformerConfig, files: TokenFiles, facts: dict[str, Any] | None = None
+    ) -> None:
         super().__init__()
-        self.save_hyperparameters({"model": describe_model(settings)})
+        if facts is not None:
+            self.save_hyperparameters({"run": facts})
         self.settings = settings
+        self.facts = facts
         self.files = files
         self.network = Transformer(config)
         self.val_bits_per_byte = BitsPerByte()
@@ -124,7 +149,9 @@ class LanguageModel(pl.LightningModule):
         checkpoint["tokenizer"] = self.files.tokenizer.to_str()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuses weights that were trained with other tokens."""
+        """Refuses another run's checkpoint, and weights that were trained with other tokens."""
+        if self.facts is not None:
+            refuse_other_run(checkpoint, self.facts)
         if checkpoint["tokenizer"] != self.files.tokenizer.to_str():
             raise SettingsError(
                 explain(
@@ -219,7 +246,11 @@ class TextData(pl.LightningDataModule):
 # ---------------------------------------------------------------------------------------------- trainer and the rest
 
 
+FACTS = ("seed", "model", "tokenizer", "optimizer", "data.patterns", "data.max_bytes", "data.validation_ratio")
+"""Settings that a run and one that continues it must share; the tokenizer tells one text from another."""
+
 LIMITS: Limits = {
+    **CHECKPOINT_LIMITS,
     "seed": (0, 2**32 - 1),
     "data.max_bytes": (0, math.inf),
     "data.num_workers": (0, math.inf),
@@ -304,11 +335,6 @@ def configure_adamw(network: Transformer, settings: DictConfig) -> torch.optim.A
     return make_adamw(network, chosen.learning_rate, chosen.weight_decay, (beta1, beta2), chosen.eps)
 
 
-def describe_model(settings: DictConfig) -> Any:
-    """Returns what must be equal in a run and in the checkpoint it continues."""
-    return OmegaConf.to_container(settings.model)
-
-
 def make_schedule(settings: DictConfig) -> ScaleLearningRate:
     """Returns the warm-up and the cosine, and the square-root rule if the learning rate is for another batch."""
     chosen = settings.optimizer
@@ -331,17 +357,10 @@ def make_throughput(settings: DictConfig, config: TransformerConfig) -> Throughp
 def make_trainer(
     settings: DictConfig, plan: Plan, strategy: CustomDDPStrategy, callbacks: list[Callback]
 ) -> pl.Trainer:
-    """Returns the Trainer; its newest checkpoint is ``last.ckpt`` in ``output_dir``."""
+    """Returns the Trainer."""
     chosen = settings.trainer
-    save = ModelCheckpoint(
-        last_checkpoint(settings).parent,
-        filename="last",
-        every_n_train_steps=chosen.validate_every,
-        save_top_k=1,
-        enable_version_counter=False,
-    )
     return pl.Trainer(
-        **trainer_options(settings, plan, [*callbacks, save]),
+        **trainer_options(settings, plan, callbacks),
         strategy=strategy,
         max_steps=chosen.max_steps,
         max_epochs=-1,

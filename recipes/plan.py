@@ -3,6 +3,7 @@
 All numbers are computed from sizes alone; the model may live on the meta device.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,7 +22,9 @@ __all__ = [
     "effective_batch",
     "memory_bytes",
     "num_processes",
+    "process_layout",
     "resolve_precision",
+    "stored_dtype",
     "table",
 ]
 
@@ -112,30 +115,50 @@ def count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def num_processes(accelerator: str, devices: int | str, num_nodes: int) -> int:
-    """Returns how many processes the Trainer will run.
+def process_layout(accelerator: str, devices: int | str, num_nodes: int) -> tuple[int, int]:
+    """Returns how many processes run on each node, and on how many nodes.
 
     Args:
         accelerator: ``"cpu"``, ``"cuda"``, ``"gpu"`` or ``"auto"``.
-        devices: processes per node; ``"auto"`` or ``-1`` means each GPU of this machine, or one process without GPUs.
-        num_nodes: machines.
+        devices: processes per node; ``"auto"`` or ``-1`` means as many as torchrun has started here, and without it
+            each GPU of this machine, or one process without GPUs.
+        num_nodes: machines; ``-1`` means those of torchrun, and this one without it.
 
     Raises:
-        ValueError: a count below one.
+        ValueError: a count below one, or torchrun has started unequal numbers of processes on its nodes.
 
     Collectives:
         None.
     """
+    is_launched = torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
+    num_started = int(os.environ["LOCAL_WORLD_SIZE"]) if is_launched else 0
     if devices in ("auto", -1, "-1"):
-        devices = max(1, torch.cuda.device_count()) if accelerator != "cpu" else 1
+        devices = num_started or (max(1, torch.cuda.device_count()) if accelerator != "cpu" else 1)
+    if num_nodes == -1:
+        world_size = int(os.environ["WORLD_SIZE"]) if is_launched else num_started
+        if is_launched and world_size % num_started:
+            raise ValueError(
+                explain(
+                    "as many processes on each node, which Lightning asks for",
+                    f"{num_started} of {world_size} on this one",
+                    "Give torchrun the same --nproc-per-node everywhere",
+                )
+            )
+        num_nodes = world_size // num_started if is_launched else 1
     if not isinstance(devices, int) or devices < 1 or num_nodes < 1:
         raise ValueError(
             explain(
-                "trainer.devices and trainer.num_nodes to be at least 1",
+                "trainer.devices and trainer.num_nodes to be at least 1, or -1",
                 f"devices={devices!r}, num_nodes={num_nodes!r}",
                 "Give the number of processes per node and of nodes",
             )
         )
+    return devices, num_nodes
+
+
+def num_processes(accelerator: str, devices: int | str, num_nodes: int) -> int:
+    """Returns how many processes the Trainer will run; see :func:`process_layout`."""
+    devices, num_nodes = process_layout(accelerator, devices, num_nodes)
     return devices * num_nodes
 
 
@@ -192,6 +215,21 @@ def compute_dtype(precision: str) -> torch.dtype:
         None.
     """
     return _PRECISIONS[precision][1]
+
+
+def stored_dtype(precision: str) -> torch.dtype:
+    """Returns the type that weights have from the beginning of a run in a resolved precision.
+
+    Lightning converts a module only after it has loaded a checkpoint: what is float64 there would pass through a module
+    in float32, and lose half its digits.
+
+    Raises:
+        KeyError: a precision that :func:`resolve_precision` would refuse.
+
+    Collectives:
+        None.
+    """
+    return _PRECISIONS[precision][0]
 
 
 def memory_bytes(

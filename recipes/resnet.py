@@ -9,10 +9,11 @@ Read :func:`main` first. All settings are in ``conf/resnet.yaml``.
 
 import math
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from classifier import ImageClassifier, ImageLoaders, Sizes, describe_model, make_network
+from classifier import ImageClassifier, ImageLoaders, Sizes, make_network
 from images import ImageSplits
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
 from omegaconf import DictConfig
@@ -24,16 +25,20 @@ from plan import (
     effective_batch,
     memory_bytes,
     resolve_precision,
+    stored_dtype,
     table,
 )
 from residual import training_flops
 from run import (
+    CHECKPOINT_LIMITS,
+    checkpoint_to_load,
     describe_output,
-    find_checkpoint,
-    last_checkpoint,
+    facts_of,
+    make_saving,
     mistakes_of_settings,
     run,
     say,
+    say_if_finished,
     trainer_options,
 )
 from settings import Limits, check_limits, load_settings
@@ -56,8 +61,9 @@ def main(argv: list[str]) -> None:
         plan, flops_per_image = make_plan(settings, sizes)
         strategy = CustomDDPStrategy.from_config(settings.strategy)
         schedule, throughput = make_schedule(settings, plan), make_throughput(settings, flops_per_image)
-        model_name = describe_model(settings, sizes)
-        checkpoint = find_checkpoint(settings, model_name, plan.num_steps, "trainer.max_epochs")
+        saving = make_saving(settings, every_steps=None, at_epoch_end=True)
+        facts = find_facts(settings, plan, sizes)
+        checkpoint = checkpoint_to_load(settings, facts, plan.num_steps, "trainer.max_epochs")
     rows = [*describe(sizes, splits, flops_per_image), describe_output(settings)]
     say(f"The plan\n{plan}\n{table(rows)}")
     if splits is None or settings.dry_run:
@@ -66,12 +72,13 @@ def main(argv: list[str]) -> None:
     torch.set_num_threads(settings.trainer.threads_per_process)
     torch.set_float32_matmul_precision("high")  # tensor cores for what is left in fp32
     pl.seed_everything(settings.seed, workers=True, verbose=False)
-    model = ImageClassifier(settings, sizes)
+    model = ImageClassifier(settings, sizes, facts).to(stored_dtype(plan.precision))
     if settings.compile:
         model.network.compile()  # in place: the names in checkpoints stay
-    trainer = make_trainer(settings, plan, strategy, [schedule, throughput])
+    trainer = make_trainer(settings, plan, strategy, [schedule, throughput, *saving])
     images = ImageLoaders(settings, splits)
     trainer.fit(model, images, ckpt_path=checkpoint)
+    say_if_finished(trainer)
     result = trainer.test(model, images, verbose=False)[0]
 
     num_correct, num_images = round(result["test/num_correct"]), round(result["test/num_images"])
@@ -90,7 +97,24 @@ def main(argv: list[str]) -> None:
 
 # ---------------------------------------------------------------------------------------------------- before the run
 
+FACTS = (
+    "seed",
+    "sync_batchnorm",
+    "model.name",
+    "model.stem",
+    "model.width",
+    "model.zero_init_residual",
+    "optimizer",
+    "data.name",
+    "data.image_size",
+    "data.validation_ratio",
+    "data.test_ratio",
+    "data.augment",
+)
+"""Settings that a run and one that continues it must share."""
+
 LIMITS: Limits = {
+    **CHECKPOINT_LIMITS,
     "seed": (0, 2**32 - 1),
     "data.num_classes": (1, math.inf),
     "data.num_train_images": (1, math.inf),
@@ -144,6 +168,20 @@ def find_images(settings: DictConfig) -> ImageSplits | None:
             )
         )
     return splits
+
+
+def find_facts(settings: DictConfig, plan: Plan, sizes: Sizes) -> dict[str, Any]:
+    """Returns what must be equal in a run and in one that continues it: settings, images, and steps of an epoch."""
+    batch = plan.batch
+    return {
+        **facts_of(settings, plan, FACTS),
+        "training images": sizes.num_train,
+        "classes": sizes.num_classes,
+        "channels": sizes.image_shape[0],
+        "steps per epoch": steps_per_epoch(
+            sizes.num_train, batch.num_processes, batch.batch_size, batch.num_accumulated
+        ),
+    }
 
 
 def make_plan(settings: DictConfig, sizes: Sizes) -> tuple[Plan, int]:
@@ -242,17 +280,14 @@ def make_throughput(settings: DictConfig, flops_per_image: int) -> Throughput:
     return Throughput(unit="images", flops_per_unit=flops_per_image, peak_flops_per_s=settings.trainer.peak_flops_per_s)
 
 
-def make_trainer(
-    settings: DictConfig, plan: Plan, strategy: CustomDDPStrategy, measuring: list[Callback]
-) -> pl.Trainer:
-    """Returns the Trainer; its checkpoints are ``last.ckpt`` and ``best.ckpt`` in ``output_dir``."""
-    chosen, folder = settings.trainer, last_checkpoint(settings).parent
+def make_trainer(settings: DictConfig, plan: Plan, strategy: CustomDDPStrategy, others: list[Callback]) -> pl.Trainer:
+    """Returns the Trainer; beside the newest checkpoints it keeps ``best.ckpt`` in ``output_dir``."""
+    chosen = settings.trainer
     callbacks: list[Callback] = [
-        *measuring,
+        *others,
         LearningRateMonitor("step"),
-        ModelCheckpoint(folder, filename="last", enable_version_counter=False, save_on_train_epoch_end=True),
         ModelCheckpoint(
-            folder,
+            settings.output_dir,
             filename="best",
             monitor="val/top1",
             mode="max",

@@ -23,7 +23,14 @@ NAMED = {
     "one check of ReplicaConsistency": ["the language-model recipe's network"],
     "training step with DecisionSync": ["MLP"],
     "wishes": ["sent beside a step"],
+    "training step with both monitors / without": ["MLP", "language-model recipe"],
+    "training step with both monitors / an observer": ["MLP"],
+    "CPU time of both monitors in a step": ["language-model recipe, 2 buckets", "MLP of 32 layers"],
+    "of that": ["language-model recipe, 2 buckets: callbacks", "2 buckets: hook", "end of the all-reduce"],
+    "CPU time of both monitors / 1%": ["language-model recipe, 2 buckets"],
+    "length of a step of which that is 1%": ["language-model recipe, 2 buckets", "MLP of 32 layers"],
     "random streams": ["shuffled"],
+    "checkpoint": ["save, hashed and flushed", "load, read once for all ranks"],
 }
 
 

@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import BatchSampler, SequentialSampler
 from torchmetrics import Metric
 
@@ -44,6 +45,8 @@ def test_lightnings_private_names() -> None:
         assert set(vars(tracker)) == {"ready", "started", "processed", "completed"}
     assert hasattr(trainer.predict_loop, "_predictions")
     assert hasattr(trainer.fit_loop, "_data_fetcher")
+    assert trainer.fit_loop._data_source.instance is None
+    assert _compat.given_train_loaders(trainer) == []
     meta = _Metadata("validation_step", "x")
     meta.sync = _Sync()
     item = _ResultMetric(meta, is_tensor=True)
@@ -71,6 +74,8 @@ def test_lightnings_private_names() -> None:
     checkpoint = pl.callbacks.ModelCheckpoint(every_n_train_steps=3)
     assert checkpoint._every_n_train_steps == 3
     assert checkpoint._train_time_interval is None
+    restore = trainer._checkpoint_connector._restore_modules_and_callbacks
+    assert next(iter(inspect.signature(restore).parameters)) == "checkpoint_path"
     for method in ("_setup_model", "_register_ddp_hooks", "setup_distributed", "block_backward_sync"):
         assert callable(getattr(DDPStrategy, method))
 
@@ -202,3 +207,148 @@ def test_where_lightning_reduces_what_was_logged() -> None:
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     assert trainer.fit_loop.epoch_loop._results.training
     assert trainer._results is None
+
+
+def test_what_python_and_torch_tell_of_a_stuck_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = _compat.main_thread_frame()
+    assert frame.f_code.co_name == "main_thread_frame"
+    assert frame.f_back.f_code.co_name == "test_what_python_and_torch_tell_of_a_stuck_process"
+    c10d = torch._C._distributed_c10d
+    assert callable(c10d._dump_fr_trace_json)
+    dumped = []
+
+    def dump(includes_collectives: bool, only_active: bool) -> bytes:
+        dumped.append((includes_collectives, only_active))
+        return b'{"entries": [{"profiling_name": "nccl:all_reduce"}]}'
+
+    monkeypatch.setattr(c10d, "_dump_nccl_trace_json", dump, raising=False)
+    assert _compat.flight_records()[0]["entries"] == [{"profiling_name": "nccl:all_reduce"}]
+    assert dumped == [(True, False)]
+
+
+def test_which_data_worker_is_awaited() -> None:
+    loader = torch.utils.data.DataLoader(list(range(4)), num_workers=1)  # type: ignore[arg-type]
+    iterator = iter(loader)
+    awaited = _compat.awaited_worker(iterator)
+    assert awaited is not None
+    assert awaited.startswith("data worker 0 (pid ")
+    assert len(list(iterator)) == 4
+    assert _compat.awaited_worker(iter(torch.utils.data.DataLoader([1]))) is None  # type: ignore[arg-type]
+
+
+@ranks(1)
+def test_ddp_tells_its_buckets_after_some_steps() -> None:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    assert _compat.bucket_bytes(model) is None
+    for _ in range(4):
+        model(torch.ones(1, 2)).sum().backward()
+    assert _compat.bucket_bytes(model) == (12,)
+    (record,) = _compat.flight_records()
+    assert record["entries"][-1]["profiling_name"] == "gloo:all_reduce"
+    assert record["entries"][-1]["input_sizes"] == [[3]]
+
+
+def test_what_a_launcher_runs_can_be_guarded() -> None:
+    from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+
+    class Launcher(_SubprocessScriptLauncher):
+        def launch(self, function, *args, trainer=None, **kwargs):
+            return function(*args, **kwargs)
+
+    calls = []
+    launcher = Launcher(None, 1, 1)
+    _compat.guard_launched(launcher, lambda function, *args: (calls.append("in"), function(*args))[1])
+    assert launcher.launch(lambda value: value + 1, 2, trainer=None) == 3
+    assert calls == ["in"]
+    _compat.guard_launched(None, print)
+    assert pl.Trainer(accelerator="cpu", strategy=CustomDDPStrategy(), logger=False).strategy.launcher is not None
+
+
+def test_which_hook_raised() -> None:
+    class Fails(pl.Callback):
+        def on_sanity_check_start(self, trainer, module):
+            self.deeper()
+
+        def deeper(self):
+            raise ValueError("here")
+
+    run = pl.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, callbacks=[Fails()], max_steps=1,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="here") as caught:
+        run.fit(BoringModel())
+    assert _compat.hook_of(caught.value) == "Fails.on_sanity_check_start"
+    assert _compat.hook_of(ValueError()) is None
+
+
+def test_where_lightning_stops() -> None:
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, max_time="00:00:01:00")
+    fit_loop = trainer.fit_loop
+    assert list(inspect.signature(fit_loop.epoch_loop._broadcast_sigterm_tensor).parameters) == []
+    assert isinstance(type(fit_loop.epoch_loop)._is_training_done, property)
+    assert list(inspect.signature(trainer._signal_connector.register_signal_handlers).parameters) == []
+    _compat.note_sigterm(trainer)
+    assert trainer.received_sigterm is True
+    for loop in (fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        assert callable(loop._evaluation_step)
+        assert not hasattr(loop, "_predict_step")
+    assert callable(trainer.predict_loop._predict_step)
+    for loop in (fit_loop.epoch_loop.val_loop, trainer.predict_loop):
+        assert callable(loop.run)
+        assert list(inspect.signature(loop.setup_data).parameters) == []
+        assert loop._combined_loader is None
+    (timer,) = (callback for callback in trainer.callbacks if isinstance(callback, pl.callbacks.Timer))
+    assert list(inspect.signature(timer._check_time_remaining).parameters) == ["trainer"]
+    assert _compat.hpc_checkpoint_path(trainer).endswith("hpc_ckpt_1.ckpt")
+
+
+def test_a_validation_that_is_left_counts_as_begun() -> None:
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    loop.batch_progress.increment_by(3)
+    _compat.interrupt_validation(trainer)
+    loop.restarting = True
+    loop.update_restart_stage()
+    assert loop.restarted_mid_evaluation
+    _compat.forget_interrupted_validation(trainer)
+    loop.update_restart_stage()
+    assert not loop.restarted_mid_evaluation
+
+
+def test_classes_put_on_an_object_are_taken_back_in_any_order() -> None:
+    class Plain:
+        def answer(self) -> int:
+            return 1
+
+    for order in ((0, 1), (1, 0)):
+        item = Plain()
+        undo = [
+            _compat._specialise(item, answer=lambda self: 2),
+            _compat._specialise(item, answer=lambda self: 3),
+        ]
+        assert item.answer() == 3
+        undo[order[0]]()
+        assert item.answer() == (3 if order[0] == 0 else 2)
+        undo[order[1]]()
+        assert type(item) is Plain
+
+
+def test_what_wraps_a_checkpoint_io_and_saves_in_the_background() -> None:
+    from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
+    from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+
+    io, inner = AsyncCheckpointIO(), TorchCheckpointIO()
+    assert isinstance(io, _WrappingCheckpointIO)
+    assert _compat.wraps_checkpoint_io(io)
+    assert not _compat.wraps_checkpoint_io(inner)
+    assert io.checkpoint_io is io._executor is io._error is None
+    io.checkpoint_io = inner
+    assert io.checkpoint_io is _compat.innermost_checkpoint_io(io) is inner
+
+    class Changes(AsyncCheckpointIO):
+        def load_checkpoint(self, *args: object, **kwargs: object) -> dict[str, object]:
+            return {}
+
+    changes = Changes(inner)
+    assert _compat.innermost_checkpoint_io(changes) is changes

@@ -112,24 +112,24 @@ def test_a_post_is_agreed_on_at_the_next_one_and_a_settlement_at_once(world_size
             if (step, rank()) == (1, wisher):
                 agreement.wish()
             agreement.post()
-            seen.append(agreement.is_agreed)
+            seen.append(agreement.is_agreed())
         assert seen == [False, False, True, True]
-        assert agreement.wishers == (1, wisher)
+        assert agreement.wishers() == (1, wisher)
         agreement.drop()
         agreement.settle()
-        assert not agreement.is_agreed
+        assert not agreement.is_agreed()
         agreement.wish()
         agreement.settle()
-        assert agreement.wishers == (world_size, world_size * (world_size - 1) // 2)
+        assert agreement.wishers() == (world_size, world_size * (world_size - 1) // 2)
 
 
 def test_one_process_agrees_with_itself() -> None:
     agreement = Agreement(None)
     agreement.wish()
     agreement.drop()  # not agreed upon yet: nothing to take back
-    assert not agreement.is_agreed
+    assert not agreement.is_agreed()
     agreement.post()
-    assert agreement.is_agreed
+    assert agreement.is_agreed()
 
 
 # ------------------------------------------------------------------------------------------------------------- monitors
@@ -431,12 +431,20 @@ def test_min_epochs_and_min_steps_are_lightnings() -> None:
     assert steps_until_stop(stop, min_steps=NUM_BATCHES + 2)[0] == NUM_BATCHES + 2
 
 
+@ranks(2, init=False)
+def test_the_strategy_alone_stops_all_ranks() -> None:
+    run, model = trainer(callbacks=[Stop("on_train_batch_end", 0, 2, (1,))]), Model()
+    run.fit(model, loader())
+    assert len(model.steps) == 4
+    assert run.strategy.stop_reason == "should_stop"
+
+
 def stop_alone() -> None:
-    trainer(callbacks=[Stop("on_train_batch_end", 0, 2, (1,))]).fit(Model(), loader())
+    trainer(callbacks=[Stop("on_train_batch_end", 0, 2, (1,))], strategy=DDPStrategy()).fit(Model(), loader())
     time.sleep(60)  # a rank that has finished, and whose process is still there
 
 
-def test_without_it_the_others_hang() -> None:
+def test_under_lightnings_strategy_the_others_hang() -> None:
     with pytest.raises(RankFailureError, match=r"rank 0 of 2: did not finish in time(.|\n)*training_epoch_loop.py"):
         run_ranks(stop_alone, 2, init=False, timeout_s=6)
 

@@ -146,7 +146,7 @@ def test_a_checkpoint_that_was_only_tested_does_not_reach_the_next_fit(tmp_path:
 
 @ranks(2, init=False)
 def test_leaving_diloco_says_what_is_dropped(tmp_path: Path) -> None:
-    strategy = CustomDDPStrategy(comm_hook={"name": "diloco", "period": 2})
+    strategy = CustomDDPStrategy(comm_hook={"name": "diloco", "period": 2, "start_step": 0})
     run = trainer(strategy=strategy, callbacks=[SamplerEpoch()])
     run.fit(Model(), loader())
     run.save_checkpoint(path := str(tmp_path / "end.ckpt"))

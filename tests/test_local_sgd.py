@@ -6,6 +6,7 @@ import io
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ from tests.harness import RankFailureError, ranks, run_ranks, trainer
 
 MICRO = 4  # samples of a micro-batch on each rank
 NUM_MICRO = 22
-DILOCO: dict[str, Any] = {"name": "diloco", "period": 3, "learning_rate": 0.6, "momentum": 0.8}
+DILOCO: dict[str, Any] = {"name": "diloco", "period": 3, "learning_rate": 0.6, "momentum": 0.8, "start_step": 0}
+LATE: dict[str, Any] = DILOCO | {"start_step": 4}
 
 
 def make_net(with_batch_norm: bool = False) -> nn.Module:
@@ -102,18 +104,37 @@ class Simulation:
             momentum=0.0 if is_local else spec["momentum"],
             nesterov=not is_local and spec.get("nesterov", True),
         )
-        self.period, self.num_steps = spec["period"], 0
+        self.period, self.start_step, self.num_steps = spec["period"], spec["start_step"], 0
 
     def step(self, micros: range, accumulate: int = 1) -> None:
         """One optimizer step on every rank, of several micro-batches."""
-        for rank, (net, optimizer) in enumerate(zip(self.nets, self.optimizers, strict=True)):
-            optimizer.zero_grad()
+        is_exact = self.num_steps < self.start_step
+        if is_exact:  # as DDP does
+            for first, *others in zip(*(net.buffers() for net in self.nets), strict=True):
+                for buffer in others:
+                    buffer.copy_(first)
+        for rank, net in enumerate(self.nets):
+            net.zero_grad()
             for micro in micros:
                 (loss_of(net, batch_of(rank, micro)) / accumulate).backward()
+        if is_exact:
+            self.average_gradients()
+        for optimizer in self.optimizers:
             optimizer.step()
         self.num_steps += 1
-        if self.num_steps % self.period == 0:
+        num_alone = self.num_steps - self.start_step
+        if is_exact and num_alone == 0:
+            self.anchor.load_state_dict(self.nets[0].state_dict())
+            self.average_buffers()
+        elif not is_exact and num_alone % self.period == 0:
             self.exchange()
+
+    @torch.no_grad()
+    def average_gradients(self) -> None:
+        for parameters in zip(*(net.parameters() for net in self.nets), strict=True):
+            mean = torch.stack([parameter.grad for parameter in parameters]).mean(dim=0)
+            for parameter in parameters:
+                parameter.grad = mean.clone()
 
     @torch.no_grad()
     def exchange(self) -> None:
@@ -142,7 +163,8 @@ class Simulation:
     def run(self, num_micro: int = NUM_MICRO, accumulate: int = 1) -> Tensor:
         for first in range(0, num_micro, accumulate):
             self.step(range(first, min(first + accumulate, num_micro)), accumulate)
-        self.average()
+        if self.num_steps >= self.start_step:
+            self.average()
         return everything(self.nets[0])
 
 
@@ -214,36 +236,43 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @ranks(1, 2, 3, init=False)
-def test_diloco_is_what_it_says_in_any_setting_of_ddp(world_size: int) -> None:
+@pytest.mark.parametrize("start_step", [0, 4])
+def test_diloco_is_what_it_says_in_any_setting_of_ddp(start_step: int, world_size: int) -> None:
+    """Also with exact steps before it."""
+    spec = DILOCO | {"start_step": start_step}
     for setting, settings in SETTINGS.items():
-        expected = Simulation(world_size, DILOCO).run(accumulate=settings.get("accumulate_grad_batches", 1))
-        found = everything(fit(DILOCO, **settings).net)
+        expected = Simulation(world_size, spec).run(accumulate=settings.get("accumulate_grad_batches", 1))
+        found = everything(fit(spec, **settings).net)
         assert torch.allclose(found, expected, rtol=1e-11, atol=1e-12), (setting, (found - expected).abs().max())
-    assert not torch.allclose(Simulation(world_size, DILOCO | {"momentum": 0.7}).run(), expected, rtol=1e-4)
+    expected = Simulation(world_size, spec).run()
+    for other in ({"momentum": 0.7}, {"start_step": 2}):
+        assert not torch.allclose(Simulation(world_size, spec | other).run(), expected, rtol=1e-4), other
 
 
 @ranks(3, init=False)
 def test_local_sgd_is_the_mean_of_the_parameters(world_size: int) -> None:
-    spec = {"name": "local_sgd", "period": 5}
+    spec = {"name": "local_sgd", "period": 5, "start_step": 0}
     expected = Simulation(world_size, spec).run()
     assert torch.allclose(everything(fit(spec).net), expected, rtol=1e-11, atol=1e-12)
 
 
 @ranks(2, init=False)
 def test_several_optimizers_of_a_batch_are_one_step(world_size: int) -> None:
-    for strategy in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
-        expected = Simulation(world_size, DILOCO).run()
-        found = everything(fit(DILOCO, TwoOptimizers(), strategy).net)
-        assert torch.allclose(found, expected, rtol=1e-11, atol=1e-12), strategy
+    for spec in (DILOCO, LATE):
+        for strategy in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
+            expected = Simulation(world_size, spec).run()
+            found = everything(fit(spec, TwoOptimizers(), strategy).net)
+            assert torch.allclose(found, expected, rtol=1e-11, atol=1e-12), (spec, strategy)
 
 
 @ranks(3, init=False)
 def test_statistics_of_batch_norm_are_averaged_with_the_parameters(world_size: int) -> None:
     sgd = torch.optim.SGD  # the bias before the layer has no gradient but noise, which Adam would blow up
-    expected = Simulation(world_size, DILOCO, with_batch_norm=True, kind=sgd).run()
-    module = fit(DILOCO, Regression(with_batch_norm=True, kind=sgd))
-    assert torch.allclose(everything(module.net), expected, rtol=1e-11, atol=1e-12)
-    assert are_equal(everyones(everything(module.net)))
+    for spec in (DILOCO, LATE, LATE | {"start_step": 1}):
+        expected = Simulation(world_size, spec, with_batch_norm=True, kind=sgd).run()
+        module = fit(spec, Regression(with_batch_norm=True, kind=sgd))
+        assert torch.allclose(everything(module.net), expected, rtol=1e-11, atol=1e-12)
+        assert are_equal(everyones(everything(module.net)))
     own = fit(DILOCO, Regression(with_batch_norm=True), {"broadcast_buffers": False})
     assert not are_equal(everyones(own.net[1].running_mean))
     assert are_equal(everyones(flat(own.net)))
@@ -256,21 +285,47 @@ def test_every_step_with_plain_sgd_is_data_parallel_training(world_size: int) ->
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     expected = everything(fit(None, PlainSGD()).net)
-    found = everything(fit({"name": "local_sgd", "period": 1}, PlainSGD()).net)
+    found = everything(fit({"name": "local_sgd", "period": 1, "start_step": 0}, PlainSGD()).net)
     assert torch.allclose(found, expected, rtol=1e-12, atol=1e-13)
 
 
 @ranks(1, init=False)
 def test_one_process_with_local_sgd_trains_as_if_there_were_no_hook() -> None:
     expected = everything(fit(None, Regression(with_batch_norm=True)).net)
-    assert torch.equal(everything(fit("local_sgd", Regression(with_batch_norm=True)).net), expected)
+    for start_step in (0, 3):
+        spec = {"name": "local_sgd", "start_step": start_step}
+        assert torch.equal(everything(fit(spec, Regression(with_batch_norm=True)).net), expected)
+
+
+class PlainLBFGS(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+
+
+EXACT: dict[str, tuple[Callable[[], Regression], dict[str, Any]]] = {
+    **{name: (partial(Regression, with_batch_norm=True), settings) for name, settings in SETTINGS.items()},
+    "manual": (TwoOptimizers, {}),
+    "manual in a static graph": (TwoOptimizers, {"strategy": {"static_graph": True}}),
+    "lbfgs": (PlainLBFGS, {}),
+    "clipping": (Regression, {"gradient_clip_val": 0.05}),
+}
+
+
+@ranks(3, init=False)
+def test_until_start_step_a_run_has_the_bits_of_one_without_a_hook() -> None:
+    for name, (make, settings) in EXACT.items():
+        expected = everyones(everything(fit(None, make(), **settings).net))
+        found = everyones(everything(fit("diloco", make(), **settings).net))
+        assert all(map(torch.equal, found, expected)), name  # rank by rank: buffers are each rank's own
+    alone = everyones(everything(fit({"name": "diloco", "start_step": NUM_MICRO - 1}, make(), **settings).net))
+    assert not torch.equal(alone[0], expected[0])
 
 
 class Watches(pl.Callback):
     """Compares, after each batch, which kinds differ with which kinds the strategy says may differ."""
 
-    def __init__(self, period: int) -> None:
-        self.period, self.seen = period, 0
+    def __init__(self, period: int, start_step: int = 0) -> None:
+        self.period, self.start_step, self.seen = period, start_step, 0
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         parted = trainer.strategy.parted  # type: ignore[attr-defined]
@@ -281,16 +336,22 @@ class Watches(pl.Callback):
             OPTIMIZER_STATE: torch.cat([value.double().reshape(-1) for value in states]),
         }
         differ = {kind for kind, value in found.items() if not are_equal(everyones(value))}
+        num_alone = trainer.global_step - self.start_step
+        if num_alone < 0:  # buffers are each rank's own until the next forward, as without a hook
+            assert (differ - {BUFFER}, parted) == (set(), set()), trainer.global_step
+            return
         assert differ == parted, (trainer.global_step, differ, parted)
-        assert (PARAMETER in parted) == (trainer.global_step % self.period != 0)
+        assert (PARAMETER in parted) == (num_alone % self.period != 0)
         self.seen += len(differ)
 
 
 @ranks(2, init=False)
 def test_ranks_differ_inside_a_period_only_and_the_strategy_knows() -> None:
-    watches = Watches(4)
-    fit({"name": "local_sgd", "period": 4}, Regression(with_batch_norm=True), callbacks=[watches])
-    assert watches.seen > NUM_MICRO
+    for start_step in (0, 5):
+        watches = Watches(4, start_step)
+        spec = {"name": "local_sgd", "period": 4, "start_step": start_step}
+        fit(spec, Regression(with_batch_norm=True), callbacks=[watches])
+        assert watches.seen > NUM_MICRO
     strategy = CustomDDPStrategy()
     fit(None)
     assert strategy.parted == frozenset()
@@ -302,12 +363,15 @@ def test_ranks_differ_inside_a_period_only_and_the_strategy_knows() -> None:
 class LetsOneRankGoFirst(pl.Callback):
     """The last rank begins a batch when the first one has ended it, which no message between them would allow."""
 
-    def __init__(self, period: int, wait_s: float = 20) -> None:
-        self.period, self.wait_s, self.num_waits = period, wait_s, 0
+    def __init__(self, period: int, wait_s: float = 20, start_step: int = 0) -> None:
+        self.period, self.wait_s, self.start_step, self.num_waits = period, wait_s, start_step, 0
 
     def key(self, trainer: pl.Trainer, batch_idx: int) -> str | None:
-        steps = trainer.accumulate_grad_batches
-        return None if (batch_idx + 1) % (steps * self.period) == 0 else f"batch {batch_idx} of the first rank"
+        num_micro = trainer.accumulate_grad_batches
+        num_alone = batch_idx // num_micro + 1 - self.start_step
+        ends_step = (batch_idx + 1) % num_micro == 0 or batch_idx + 1 == NUM_MICRO
+        meets = num_alone <= 0 or (ends_step and num_alone % self.period == 0)
+        return None if meets else f"batch {batch_idx} of the first rank"
 
     def wait(self, trainer: pl.Trainer, batch_idx: int) -> None:
         if trainer.global_rank == trainer.world_size - 1 and (key := self.key(trainer, batch_idx)):
@@ -335,16 +399,29 @@ def refuse(*_: Any, **__: Any) -> None:
     raise AssertionError("buffers were broadcast")
 
 
+class RefusesBroadcasts(pl.Callback):
+    """No buffers are broadcast by DDP when the exact steps are over."""
+
+    def __init__(self, start_step: int) -> None:
+        self.start_step = start_step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.start_step:
+            DistributedDataParallel._sync_buffers = refuse  # type: ignore[method-assign]
+
+
 @ranks(2, init=False)
+@pytest.mark.parametrize("start_step", [0, 1])
 @pytest.mark.parametrize("setting", ["plain", "static graph", "search for unused", "accumulation in a static graph"])
-def test_no_message_passes_between_ranks_inside_a_period(setting: str, world_size: int) -> None:
-    first = LetsOneRankGoFirst(5)
-    usual, DistributedDataParallel._sync_buffers = DistributedDataParallel._sync_buffers, refuse  # type: ignore[method-assign]
+def test_no_message_passes_between_ranks_inside_a_period(setting: str, start_step: int, world_size: int) -> None:
+    """Not even that by which DDP rebuilds its buckets after its first reduction."""
+    callbacks = [first := LetsOneRankGoFirst(5, start_step=start_step), RefusesBroadcasts(start_step)]
     with contextlib.ExitStack() as stack:
-        stack.callback(setattr, DistributedDataParallel, "_sync_buffers", usual)
-        spec = {"name": "local_sgd", "period": 5}
-        fit(spec, Regression(with_batch_norm=True), callbacks=[first], **SETTINGS[setting])
-    assert dist.get_rank() != world_size - 1 or first.num_waits >= NUM_MICRO * 4 // 5
+        stack.callback(setattr, DistributedDataParallel, "_sync_buffers", DistributedDataParallel._sync_buffers)
+        spec = {"name": "local_sgd", "period": 5, "start_step": start_step}
+        fit(spec, Regression(with_batch_norm=True), callbacks=callbacks, **SETTINGS[setting])
+    num_alone = NUM_MICRO - start_step * SETTINGS[setting].get("accumulate_grad_batches", 1)
+    assert dist.get_rank() != world_size - 1 or first.num_waits >= num_alone * 4 // 5
 
 
 def first_goes_first_with_gradients() -> None:
@@ -357,23 +434,80 @@ def test_with_gradients_the_first_rank_could_not_go_first() -> None:
 
 
 @ranks(2)
-def test_a_plain_loop(world_size: int) -> None:
-    expected = Simulation(world_size, DILOCO).run()
+@pytest.mark.parametrize("start_step", [0, 5])
+def test_a_plain_loop(start_step: int, world_size: int) -> None:
+    spec = DILOCO | {"start_step": start_step}
+    expected = Simulation(world_size, spec).run()
     for within in (DistributedDataParallel.no_sync, contextlib.nullcontext):
         net = make_net()
         model = DistributedDataParallel(net)
-        attached, optimizer = attach(DILOCO, model), two_groups(net, torch.optim.AdamW)
+        attached, optimizer = attach(spec, model), two_groups(net, torch.optim.AdamW)
         assert isinstance(attached, Averager)
         for micro in range(NUM_MICRO):
             optimizer.zero_grad()
-            with within(model):
+            with within(model) if attached.trains_alone else contextlib.nullcontext():
                 loss_of(model, batch_of(dist.get_rank(), micro)).backward()
             optimizer.step()
+            before = flat(net)
             attached.after_step()
-            assert are_equal(everyones(flat(net))) == ((micro + 1) % 3 == 0)
+            num_alone = micro + 1 - start_step
+            assert are_equal(everyones(flat(net))) == (num_alone <= 0 or num_alone % 3 == 0)
+            if num_alone < 0:
+                attached.average()
+            if num_alone <= 0:
+                assert torch.equal(flat(net), before)
         attached.average()
         attached.close()
         assert torch.allclose(everything(net), expected, rtol=1e-11, atol=1e-12)
+
+
+@ranks(1, 2)
+def test_a_loop_that_never_reduces_is_told_so_in_an_exact_step(world_size: int) -> None:
+    net = make_net()
+    model = DistributedDataParallel(net)
+    attached = attach(LATE, model)
+    attached.after_step()  # there is no gradient, so nothing was missed
+    for micro, within in enumerate((contextlib.nullcontext, model.no_sync)):
+        net.zero_grad()
+        with within():
+            loss_of(model, batch_of(dist.get_rank(), micro)).backward()
+        is_missed = within == model.no_sync and world_size > 1
+        with (
+            pytest.raises(DDPPluginError, match=r"start_step of diloco.*none in step 3.*no_sync")
+            if is_missed
+            else (contextlib.nullcontext())
+        ):
+            attached.after_step()
+
+
+@ranks(2)
+def test_an_average_in_the_exact_steps_leaves_everything_as_it_is() -> None:
+    """Buffers are each rank's own until DDP broadcasts those of the first, as without a hook."""
+    net = make_net(with_batch_norm=True)
+    model = DistributedDataParallel(net)
+    attached = attach(LATE, model)
+    loss_of(model, batch_of(dist.get_rank(), 0)).backward()
+    attached.after_step()
+    before = everything(net)
+    attached.average()
+    assert torch.equal(everything(net), before)
+    assert not are_equal(everyones(before))
+
+
+def test_a_run_that_is_too_short_says_what_it_has_not_done() -> None:
+    run_ranks(say_idle, 1)
+
+
+def say_idle() -> None:
+    for start_step, num_steps in ((0, 3), (4, 7)):
+        attached = attach(DILOCO | {"start_step": start_step}, DistributedDataParallel(make_net()))
+        said = []
+        for _ in range(num_steps):
+            said.append(attached.idle())
+            attached.after_step()
+        assert all(line is not None and "after 3" in line and "(period)" in line for line in said), said
+        assert all(("gradients for 4 steps (start_step)" in line) == (start_step > 0) for line in said)
+        assert attached.idle() is None
 
 
 @ranks(2)
@@ -401,7 +535,7 @@ def test_a_loop_for_any_hook_may_call_both_with_gradients_too() -> None:
 )
 def test_a_lossy_exchange_is_within_the_bound_and_nothing_is_lost_for_good(between: Any, world_size: int) -> None:
     """Over several periods: what was applied, and what is still held back, is what the ranks did."""
-    hook = resolve_hook({"name": "local_sgd", "period": 2, "between": between})
+    hook = resolve_hook({"name": "local_sgd", "period": 2, "start_step": 0, "between": between})
     net = make_net()
     attached = attach(hook, DistributedDataParallel(net))
     applied, wanted = torch.zeros(len(flat(net))).double(), torch.zeros(len(flat(net))).double()
@@ -439,7 +573,9 @@ def test_a_lossy_exchange_is_within_the_bound_and_nothing_is_lost_for_good(betwe
 def test_the_first_exchanges_are_exact_as_the_hook_between_says() -> None:
     between = {"name": "powersgd", "matrix_rank": 1, "start_step": 4}
     net = make_net()
-    attached = attach({"name": "local_sgd", "period": 2, "between": between}, DistributedDataParallel(net))
+    attached = attach(
+        {"name": "local_sgd", "period": 2, "start_step": 0, "between": between}, DistributedDataParallel(net)
+    )
     for step in range(6):
         with torch.no_grad():
             for parameter in net.parameters():
@@ -457,7 +593,7 @@ def test_half_precision_parameters_keep_an_anchor_that_does_not_round() -> None:
     with torch.no_grad():
         net.weight.fill_(1.0)
     spec = {"name": "diloco", "period": 1, "learning_rate": 0.05, "momentum": 0.0, "nesterov": False}
-    attached = attach(spec, DistributedDataParallel(net))
+    attached = attach(spec | {"start_step": 0}, DistributedDataParallel(net))
     for _ in range(5):
         with torch.no_grad():
             net.weight.fill_(1.0 + 0.03125)  # 0.05 of it is below the spacing at 1, 2**-7
@@ -527,10 +663,22 @@ def memory_of(whole: pl.Trainer) -> Tensor:
 
 
 BETWEEN: dict[str, Any] = {
-    "local_sgd": {"name": "local_sgd", "period": 4},
-    "diloco": {"name": "diloco", "period": 4},
-    "int8": {"name": "diloco", "period": 4, "between": {"name": "int8", "block_size": 8}},
-    "powersgd": {"name": "local_sgd", "period": 2, "between": {"name": "powersgd", "matrix_rank": 1, "start_step": 0}},
+    "local_sgd": {"name": "local_sgd", "period": 4, "start_step": 0},
+    "diloco": {"name": "diloco", "period": 4, "start_step": 0},
+    "int8": {"name": "diloco", "period": 4, "start_step": 0, "between": {"name": "int8", "block_size": 8}},
+    "powersgd": {
+        "name": "local_sgd",
+        "period": 2,
+        "start_step": 0,
+        "between": {"name": "powersgd", "matrix_rank": 1, "start_step": 0},
+    },
+}
+
+
+BETWEEN |= {
+    "across the border": BETWEEN["diloco"] | {"start_step": 7},
+    "at the border": BETWEEN["int8"] | {"start_step": 8},
+    "before the border": BETWEEN["powersgd"] | {"start_step": 26},
 }
 
 
@@ -549,7 +697,7 @@ def finish(
 @ranks(2, init=False)
 @pytest.mark.parametrize("kind", BETWEEN)
 def test_a_resumed_run_goes_on_with_the_same_bits(kind: str, tmp_path: Path) -> None:
-    """From the middle of a period, from its end, and from the next epoch."""
+    """From the middle of a period, from its end, from the next epoch, and from exact steps."""
     saves = (6, 8, 25)
     expected = finish(BETWEEN[kind], tmp_path, saves)
     undisturbed = finish(BETWEEN[kind], tmp_path)
@@ -557,10 +705,29 @@ def test_a_resumed_run_goes_on_with_the_same_bits(kind: str, tmp_path: Path) -> 
         path = tmp_path / f"{step}.ckpt"
         saved = torch.load(path, weights_only=True)["ddp_plugin"]["comm_hook"]
         assert saved["num_steps"] == step
+        assert bool(saved["anchor"]) == (step >= BETWEEN[kind]["start_step"])
         found = finish(BETWEEN[kind], tmp_path, tuple(s for s in saves if s > step), path)
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other), step
-    assert not torch.equal(undisturbed[0], expected[0])  # a checkpoint averages in the run that writes it, too
+    is_disturbed = kind != "before the border"
+    assert (
+        torch.equal(undisturbed[0], expected[0]) != is_disturbed
+    )  # a checkpoint averages in the run that writes it, too
+
+
+@ranks(3, init=False)
+def test_exact_steps_are_resumed_with_the_same_buckets(tmp_path: Path) -> None:
+    """On three ranks their layout decides in which order gradients add up."""
+    spec = BETWEEN["across the border"]
+    expected = finish(spec, tmp_path, (6,))
+    found = finish(spec, tmp_path, (), tmp_path / "6.ckpt")
+    assert all(map(torch.equal, found, expected))
+
+
+def save_once(checkpoint: dict[str, Any], path: Path) -> None:
+    if dist.get_rank() == 0:
+        torch.save(checkpoint, path)
+    dist.barrier()
 
 
 @ranks(2, init=False)
@@ -570,19 +737,19 @@ def test_the_state_is_needed(tmp_path: Path) -> None:
     for key in ("anchor", "momentum", "num_steps"):
         state = copy.deepcopy(checkpoint["ddp_plugin"]["comm_hook"])
         state[key] = 7 if key == "num_steps" else {name: value + 0.01 for name, value in state[key].items()}
-        changed = tmp_path / f"{key}-{dist.get_rank()}.ckpt"
-        torch.save(checkpoint | {"ddp_plugin": checkpoint["ddp_plugin"] | {"comm_hook": state}}, changed)
+        changed = tmp_path / f"{key}.ckpt"
+        save_once(checkpoint | {"ddp_plugin": checkpoint["ddp_plugin"] | {"comm_hook": state}}, changed)
         assert not torch.equal(finish(BETWEEN["diloco"], tmp_path, (), changed)[0], expected[0]), key
 
 
-def save_at_six(folder: Path) -> None:
-    finish(DILOCO, folder, (7,), kind=torch.optim.SGD)
+def save_at_seven(folder: Path, spec: dict[str, Any]) -> None:
+    finish(spec, folder, (7,), kind=torch.optim.SGD)
 
 
-def go_on(path: Path) -> bytes:
+def go_on(path: Path, spec: dict[str, Any]) -> bytes:
     module = Regression(with_batch_norm=True, kind=torch.optim.SGD)
-    strategy = CustomDDPStrategy(comm_hook=DILOCO)
-    whole = trainer(strategy=strategy, use_distributed_sampler=False, max_steps=11, max_epochs=-1)
+    strategy = CustomDDPStrategy(comm_hook=spec)
+    whole = trainer(strategy=strategy, use_distributed_sampler=False, max_steps=14, max_epochs=-1)
     whole.fit(module, loader(), ckpt_path=path)
     file = io.BytesIO()
     torch.save((everything(module.net), strategy._attached_hook.state()), file)  # type: ignore[union-attr]
@@ -590,27 +757,48 @@ def go_on(path: Path) -> bytes:
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+@pytest.mark.parametrize("start_step", [0, 9])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_run_moves_to_another_number_of_ranks(world_size: int, tmp_path: Path) -> None:
-    run_ranks(save_at_six, 2, init=False, folder=tmp_path)
-    checkpoint = torch.load(tmp_path / "7.ckpt", weights_only=True)
-    found, state = torch.load(io.BytesIO(run_ranks(go_on, world_size, init=False, path=tmp_path / "7.ckpt")[0]))
-    simulation = Simulation(world_size, DILOCO, with_batch_norm=True, kind=torch.optim.SGD)
+def test_a_run_moves_to_another_number_of_ranks(world_size: int, start_step: int, tmp_path: Path) -> None:
+    spec, path = DILOCO | {"start_step": start_step}, tmp_path / "7.ckpt"
+    run_ranks(save_at_seven, 2, init=False, folder=tmp_path, spec=spec)
+    checkpoint = torch.load(path, weights_only=True)
+    found, state = torch.load(io.BytesIO(run_ranks(go_on, world_size, init=False, path=path, spec=spec)[0]))
+    simulation = Simulation(world_size, spec, with_batch_norm=True, kind=torch.optim.SGD)
     saved = checkpoint["ddp_plugin"]["comm_hook"]
     values = {name.removeprefix("net."): value for name, value in checkpoint["state_dict"].items()}
     for net, optimizer in zip(simulation.nets, simulation.optimizers, strict=True):
         net.load_state_dict(values)
         optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer_states"][0]))
+    assert bool(saved["anchor"]) == bool(saved["momentum"]) == (start_step <= 7)
     with torch.no_grad():
-        for name, parameter in simulation.anchor.named_parameters():
+        for name, parameter in simulation.anchor.named_parameters() if saved["anchor"] else ():
             parameter.copy_(saved["anchor"][f"net.{name}"])
             simulation.outer.state[parameter]["momentum_buffer"] = saved["momentum"][f"net.{name}"].clone()
     simulation.num_steps = 7
-    for micro in range(4):  # no callback keeps the place in the data
+    for micro in range(7):  # no callback keeps the place in the data
         simulation.step(range(micro, micro + 1))
     simulation.average()
     assert torch.allclose(found, everything(simulation.nets[0]), rtol=1e-11, atol=1e-12)
-    assert state["num_steps"] == 11
+    assert state["num_steps"] == 14
+
+
+@ranks(2, init=False)
+def test_a_run_may_go_on_with_another_start_step(tmp_path: Path) -> None:
+    """With a later one it reduces again, and what the periods had gathered is dropped; with an earlier one it parts."""
+    spec = BETWEEN["int8"] | {"start_step": 3}
+    finish(spec, tmp_path, (9, 2), kind=torch.optim.SGD)
+    words = "what it had left out of the parameters for later and the outer momentum is dropped, because start_step=60"
+    with pytest.warns(UserWarning, match=words) if dist.get_rank() == 0 else contextlib.nullcontext():
+        late = finish(spec | {"start_step": 60}, tmp_path, (29,), tmp_path / "9.ckpt", kind=torch.optim.SGD)
+    checkpoint = torch.load(tmp_path / "9.ckpt", weights_only=True)
+    del checkpoint["ddp_plugin"]["comm_hook"]
+    save_once(checkpoint, bare := tmp_path / "bare.ckpt")
+    assert torch.equal(late[0], finish(None, tmp_path, (), bare, kind=torch.optim.SGD)[0])
+    finish(spec | {"start_step": 0}, tmp_path, (30,), tmp_path / "2.ckpt", kind=torch.optim.SGD)
+    for step in (29, 30):
+        state = torch.load(tmp_path / f"{step}.ckpt", weights_only=True)["ddp_plugin"]["comm_hook"]
+        assert bool(state["anchor"]) == bool(state["momentum"]) == (step == 30)
 
 
 @ranks(2, init=False)
@@ -647,7 +835,7 @@ class Unfreezes(Regression):
 
 @ranks(2, init=False)
 def test_parameters_are_unfrozen_and_frozen_inside_a_period(world_size: int) -> None:
-    simulation = Simulation(world_size, {"name": "local_sgd", "period": 3})
+    simulation = Simulation(world_size, {"name": "local_sgd", "period": 3, "start_step": 0})
     for net in simulation.nets:
         net[0].requires_grad_(False)
     for micro in range(NUM_MICRO):
@@ -662,7 +850,7 @@ def test_parameters_are_unfrozen_and_frozen_inside_a_period(world_size: int) -> 
                 parameter.grad = None
         simulation.step(range(micro, micro + 1))
     simulation.average()
-    module = fit({"name": "local_sgd", "period": 3}, Unfreezes())
+    module = fit({"name": "local_sgd", "period": 3, "start_step": 0}, Unfreezes())
     assert torch.allclose(everything(module.net), everything(simulation.nets[0]), rtol=1e-11, atol=1e-12)
     assert not torch.equal(module.net[0].weight, make_net()[0].weight)
     diloco = fit(DILOCO, Unfreezes())
@@ -680,7 +868,7 @@ class Spoils(pl.Callback):
 
 @ranks(2, init=False)
 def test_replica_consistency_checks_after_exchanges_and_is_quiet_inside_a_period() -> None:
-    spec = {"name": "local_sgd", "period": 4}
+    spec = {"name": "local_sgd", "period": 4, "start_step": 0}
     for every in (1, 3, 6):
         checks = ReplicaConsistency(every)
         fit(spec, Regression(with_batch_norm=True), callbacks=[checks])
@@ -705,6 +893,8 @@ def test_nobody_can_watch_buckets_that_are_not_reduced() -> None:
     [
         ({"name": "local_sgd", "period": 0}, "period"),
         ({"name": "local_sgd", "period": True}, "period"),
+        ({"name": "local_sgd", "start_step": -1}, "start_step"),
+        ({"name": "diloco", "start_step": 1.5}, "start_step"),
         ({"name": "diloco", "learning_rate": 0.0}, "learning_rate"),
         ({"name": "diloco", "learning_rate": float("inf")}, "learning_rate"),
         ({"name": "diloco", "momentum": 1.0}, "momentum"),
@@ -752,12 +942,12 @@ def test_ranks_that_have_stepped_unequally_often_are_told_in_words_at_the_next_m
         f"the end of the training, after {NUM_MICRO} optimizer steps on rank 0; .*after {NUM_MICRO - 1}.* on rank 1"
     )
     with pytest.raises(DDPPluginError, match=rf"same number of optimizer steps.*{expected}"):
-        fit({"name": "local_sgd", "period": 50}, SkipsOne())
+        fit({"name": "local_sgd", "period": 50, "start_step": 0}, SkipsOne())
 
 
 def skip_one() -> None:
     matching.PATIENCE = timedelta(seconds=1)
-    fit({"name": "local_sgd", "period": 5}, SkipsOne())
+    fit({"name": "local_sgd", "period": 5, "start_step": 0}, SkipsOne())
 
 
 def test_a_rank_that_waits_for_an_exchange_says_so() -> None:
@@ -765,6 +955,27 @@ def test_a_rank_that_waits_for_an_exchange_says_so() -> None:
         RankFailureError, match="waits for the other ranks.*: an exchange of parameters after 5 optimizer"
     ):
         run_ranks(skip_one, 2, init=False)
+
+
+class LeavesOutAStep(TwoOptimizers):
+    """The last rank reduces its gradients with the others, and leaves out a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 3 and self.global_rank:
+            self.manual_backward(loss_of(self.net, batch))
+        else:
+            super().training_step(batch, batch_idx)
+
+
+def leave_out_a_step() -> None:
+    matching.PATIENCE = timedelta(seconds=1)
+    fit({"name": "local_sgd", "start_step": 5}, LeavesOutAStep())
+
+
+def test_ranks_that_come_to_the_first_period_unequally_are_told_in_words() -> None:
+    expected = r"waits for the other ranks.*: the beginning of the first period \(start_step\) after 5 optimizer"
+    with pytest.raises(RankFailureError, match=expected):
+        run_ranks(leave_out_a_step, 2, init=False)
 
 
 class WithLBFGS(Regression):
@@ -776,10 +987,8 @@ class WithLBFGS(Regression):
 @ranks(2, init=False)
 def test_lbfgs_searches_on_each_rank_alone() -> None:
     """As many closures as a rank wants, and one memory in the end."""
-    whole = trainer(
-        strategy=CustomDDPStrategy(comm_hook={"name": "local_sgd", "period": 2}), limit_train_batches=5,
-        use_distributed_sampler=False,
-    )  # fmt: skip
+    strategy = CustomDDPStrategy(comm_hook={"name": "local_sgd", "period": 2, "start_step": 0})
+    whole = trainer(strategy=strategy, limit_train_batches=5, use_distributed_sampler=False)
     module = WithLBFGS()
     whole.fit(module, loader())
     assert are_equal(everyones(flat(module.net)))
@@ -899,7 +1108,8 @@ def test_what_is_no_mean_is_taken_from_the_first_rank_that_has_it() -> None:
 
 def test_the_record_says_what_it_is() -> None:
     hook = resolve_hook({"name": "diloco", "period": 30, "between": "bf16"})
-    assert (hook.period, hook.is_direct) == (30, False)
+    assert (hook.period, hook.is_direct, hook.start_step) == (30, False, 200)
+    assert resolve_hook({"name": "local_sgd", "between": "powersgd", "start_step": 7}).start_step == 7
     assert hook.outer == OuterStep(30, 0.7, 0.9, True)
     contents = Contents(("w",), ((100,),), torch.bfloat16)
     exact = resolve_hook({"name": "local_sgd"})

@@ -3,8 +3,11 @@
 import subprocess
 import sys
 
+import pytest
+
 from ddp_plugin.hooks import HOOKS
-from tests.benchmarks.losses import lossy_hooks, read_hook, verdict
+from tests.benchmarks import losses
+from tests.benchmarks.losses import lossy_hooks, make, read_hook, verdict
 from tests.harness import ROOT
 
 EXACT = {"allreduce", "ring", "tree", "butterfly", "parameter_server"}
@@ -25,6 +28,29 @@ def test_noise_is_two_standard_deviations_upward() -> None:
 def test_options_are_read_from_text() -> None:
     text = "powersgd matrix_rank=8 warm_start=false"
     assert read_hook(text) == (text, {"name": "powersgd", "matrix_rank": 8, "warm_start": False})
+
+
+def test_every_lossy_hook_comes_to_its_own_way_within_the_steps_that_are_compared() -> None:
+    """Else the comparison would show nothing about it."""
+    for name in lossy_hooks():
+        hook = make(name)
+        assert hook is not None
+        assert hook.start_step + 3 * hook.period <= 300, name
+
+
+@pytest.mark.parametrize("hook", ["local_sgd", "diloco", "int8"])
+@pytest.mark.parametrize("loss", [3.9, 4.1])
+def test_no_hook_is_excused(hook: str, loss: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(*_: object, hook: object, seed: int, **__: object) -> list[float]:
+        return [loss if hook else 1.0 + seed]
+
+    monkeypatch.setattr(losses, "run_ranks", trained)
+    monkeypatch.setattr(sys, "argv", ["losses", "--seeds", "3", hook])
+    if loss > 4:  # a mean of 2 and a standard deviation of 1
+        with pytest.raises(SystemExit, match="1"):
+            losses.main()
+    else:
+        losses.main()
 
 
 def test_a_run_prints_its_verdicts_and_fails_for_one_that_is_not_noise() -> None:

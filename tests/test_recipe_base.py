@@ -22,9 +22,12 @@ from plan import (
     effective_batch,
     memory_bytes,
     num_processes,
+    process_layout,
     resolve_precision,
+    stored_dtype,
 )
 from progress import StepBar
+from run import describe_output, trainer_options
 from settings import SettingsError, check_limits, load_settings
 from throughput import Throughput, measured_peak_flops_per_s, num_samples, peak_memory_bytes
 from torch import nn
@@ -235,11 +238,48 @@ def test_number_of_processes() -> None:
             num_processes("cpu", devices, nodes)
 
 
+def test_minus_one_is_what_torchrun_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert process_layout("cpu", -1, -1) == (1, 1)
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "3", "WORLD_SIZE": "6"}.items():
+        monkeypatch.setenv(name, value)
+    assert process_layout("cpu", -1, -1) == (3, 2)
+    assert process_layout("cpu", 2, 1) == (2, 1)  # what was asked for stays, and is compared by the Trainer's options
+    assert num_processes("cpu", -1, -1) == 6
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    with pytest.raises(ValueError, match=r"as many processes on each node.*Got 3 of 5 on this one"):
+        process_layout("cpu", -1, -1)
+
+
+def test_other_numbers_than_torchruns_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings = load_settings("llm", [f"output_dir={tmp_path}", "trainer.devices=2"])
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "3", "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError, match=r"the 3 processes that torchrun has started.*trainer.devices=-1"):
+        trainer_options(settings, _plan(), [])
+
+
+def test_the_plan_says_what_becomes_of_a_run_that_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def said(*arguments: str) -> str:
+        return describe_output(load_settings("llm", [f"output_dir={tmp_path}", *arguments]))[1]
+
+    assert said() == str(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step=20.ckpt").touch()
+    assert "moved aside" in said()
+    assert "newest complete checkpoint" in said("resume=auto")
+    assert "continued from here.ckpt" in said("resume=here.ckpt")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert "a restart by torchrun does not continue" in said()
+    assert "restart" not in said("resume=auto")
+
+
 def test_precision() -> None:
     assert resolve_precision("auto", "cpu") == "32-true"
     assert resolve_precision("bf16-mixed", "cpu") == "bf16-mixed"
     computed = {name: compute_dtype(name) for name in ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true")}
     assert list(computed.values()) == [torch.float32, torch.bfloat16, torch.float16, torch.bfloat16, torch.float64]
+    stored = {name: stored_dtype(name) for name in ("32-true", "bf16-mixed", "bf16-true", "64-true")}
+    assert list(stored.values()) == [torch.float32, torch.float32, torch.bfloat16, torch.float64]
     with pytest.raises(ValueError, match=r"trainer\.precision to be one of"):
         resolve_precision("bf17", "cpu")
     with pytest.raises(ValueError, match="optimizer to be one of"):

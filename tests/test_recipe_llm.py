@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from llm import LanguageModel, TextData, describe_model, make_plan
+from llm import FACTS, LanguageModel, TextData, make_plan
 from plan import activation_bytes
-from run import find_checkpoint
+from run import SAMPLES_PER_STEP, checkpoint_to_load, facts_of, refuse_other_run
 from settings import SettingsError, load_settings
 from text import (
     BlockDataset,
@@ -510,6 +510,10 @@ def test_the_plan_shows_what_a_global_batch_is_made_of(capsys: pytest.CaptureFix
         (["strategy.nccl.min_ctas=4", "strategy.nccl.max_ctas=2"], "min_ctas"),
         (["data.path=/nowhere/at/all"], "does not exist"),
         (["resume=/nowhere/last.ckpt"], "resume= to name a checkpoint"),
+        (["resume=true"], "Write resume=auto"),
+        (["checkpoint.every_steps=0"], "checkpoint.every_steps to be at least 1"),
+        (["checkpoint.every_minutes=-1.0"], "checkpoint.every_minutes to be at least"),
+        (["checkpoint.keep=0"], "checkpoint.keep to be at least 1"),
         (["data.path=3"], "int"),
         ([f"resume={__file__}"], "Expected a checkpoint of Lightning's in"),
         (["trainer.batch_size=0"], "trainer.batch_size to be at least 1"),
@@ -566,14 +570,29 @@ def test_two_processes_learn_match_plain_torch_and_resume(texts: Path, tmp_path:
     # Bit for bit.
     assert [losses[step] for step in range(20)] == _twin_losses(tmp_path, accumulate=2, schedule_steps=40)
 
-    refused = _run(*settings, "resume=true")
+    newest = tmp_path / "out" / "checkpoints" / "step=40.ckpt"
+    refused = _run(*settings, f"resume={newest}")
     assert refused.returncode == 1
     assert "Raise trainer.max_steps" in refused.stderr
     assert "Traceback" not in refused.stderr
 
-    second = _run(*settings, "trainer.max_steps=60", "resume=true")
+    before = newest.read_bytes()
+    finished = _run(*settings, "resume=auto")
+    assert finished.returncode == 0, finished.stderr
+    assert "The run is finished: its newest checkpoint is that of its last step, 40." in finished.stdout
+    assert f"{measured[39]:.4f} bits per byte" in finished.stdout
+    assert newest.read_bytes() == before
+
+    other = _run(*settings, "resume=auto", "trainer.max_steps=60", "model.dim=32", "seed=3")
+    assert other.returncode == 1
+    assert "seed 1234 there, 3 here; model.dim 24 there, 32 here" in other.stderr
+    assert newest.read_bytes() == before
+
+    second = _run(*settings, "trainer.max_steps=60", "resume=auto")
     assert second.returncode == 0, second.stderr
-    resumed = _logged(logs / "version_1" / "metrics.csv", "train_loss")
+    assert "AutoResume: goes on at step 40 of epoch" in second.stderr
+    newest_log = max(logs.iterdir(), key=lambda path: int(path.name.removeprefix("version_")))
+    resumed = _logged(newest_log / "metrics.csv", "train_loss")
     assert sorted(resumed) == list(range(40, 60))  # it goes on where it ended
     assert max(resumed.values()) < losses[0] - 0.5  # with what it had learnt
 
@@ -615,9 +634,61 @@ def test_a_text_without_a_training_step_is_refused(texts: Path, tmp_path: Path) 
         data.setup("fit")
 
 
-def test_a_checkpoint_of_another_model_is_refused(texts: Path, tmp_path: Path) -> None:
+def _facts(texts: Path, tmp_path: Path, *more: str) -> dict[str, Any]:
+    settings = load_settings("llm", _arguments(texts, tmp_path, *more))
+    config = TransformerConfig(vocab_size=settings.tokenizer.vocab_size, **settings.model)
+    return facts_of(settings, make_plan(settings, config), FACTS)
+
+
+def test_a_checkpoint_of_another_run_is_refused_by_name(texts: Path, tmp_path: Path) -> None:
     path = tmp_path / "other.ckpt"
+    facts = _facts(texts, tmp_path)
+    other = facts | {"model.dim": 3, "seed": 7}
+    torch.save({"hyper_parameters": {"run": other}, "global_step": 0}, path)
     settings = load_settings("llm", _arguments(texts, tmp_path, f"resume={path}"))
-    torch.save({"hyper_parameters": {"model": {"dim": 3}}, "global_step": 0}, path)
-    with pytest.raises(SettingsError, match="a checkpoint of the model"):
-        find_checkpoint(settings, describe_model(settings), 1, "trainer.max_steps")
+    with pytest.raises(SettingsError, match=r"Got seed 7 there, 1234 here; model\.dim 3 there, 24 here"):
+        checkpoint_to_load(settings, facts, 1, "trainer.max_steps")
+    torch.save({"hyper_parameters": {"run": facts}, "global_step": 0}, path)
+    assert checkpoint_to_load(settings, facts, 1, "trainer.max_steps") == path
+    with pytest.raises(SettingsError, match="one without a run's settings"):
+        refuse_other_run({"hyper_parameters": {"model": {}}}, facts)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "model.rope_base=9.0",
+        "optimizer.learning_rate=1.0e-3",
+        "optimizer.betas=[0.9, 0.9]",
+        "seed=3",
+        "data.max_bytes=9",
+        "trainer.precision=64-true",
+        "trainer.batch_size=5",
+        "trainer.devices=3",
+    ],
+)
+def test_what_changes_a_runs_numbers_is_a_difference(change: str, texts: Path, tmp_path: Path) -> None:
+    saved = {"hyper_parameters": {"run": _facts(texts, tmp_path)}}
+    name = SAMPLES_PER_STEP if change.startswith(("trainer.batch", "trainer.devices")) else change.partition("=")[0]
+    with pytest.raises(SettingsError, match=re.escape(f"Got {name} ")):
+        refuse_other_run(saved, _facts(texts, tmp_path, change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ["trainer.devices=4", "trainer.batch_size=2"],
+        ["trainer.devices=1", "trainer.global_batch_size=8"],
+        ["trainer.devices=1", "trainer.accumulate=2"],
+        ["trainer.max_steps=600", "trainer.log_every=3", "data.num_workers=2", "checkpoint.keep=5"],
+    ],
+)
+def test_other_processes_with_steps_of_as_many_samples_are_none(change: list[str], texts: Path, tmp_path: Path) -> None:
+    saved = {"hyper_parameters": {"run": _facts(texts, tmp_path)}}
+    refuse_other_run(saved, _facts(texts, tmp_path, *change))
+
+
+def test_another_size_of_the_step_is_refused_with_the_setting_that_keeps_it(texts: Path, tmp_path: Path) -> None:
+    saved = {"hyper_parameters": {"run": _facts(texts, tmp_path)}}
+    with pytest.raises(SettingsError, match=r"8 there, 12 here.*trainer\.global_batch_size=8 keeps the steps"):
+        refuse_other_run(saved, _facts(texts, tmp_path, "trainer.devices=3"))

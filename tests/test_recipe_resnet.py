@@ -18,6 +18,7 @@ from classifier import ImageClassifier, Sizes
 from images import Images, shift_and_flip, stratified_split
 from residual import BasicBlock, Bottleneck, resnet, training_flops
 from resnet import main, steps_per_epoch
+from saving import saved_steps
 from settings import SettingsError, load_settings
 from sources import load_images
 from torch import nn
@@ -479,10 +480,15 @@ def run_recipe(folder, *arguments):
 WHOLE = ("trainer.max_epochs=3", "data.test_ratio=0.1503", "seed=5")
 
 
+def load_newest(folder):
+    steps = saved_steps(folder / "checkpoints")
+    return torch.load(steps[max(steps)], weights_only=True)
+
+
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
-    return folder, run_recipe(folder, *WHOLE), torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    return folder, run_recipe(folder, *WHOLE), load_newest(folder)
 
 
 def logged(folder, column, version=0):
@@ -530,36 +536,28 @@ def test_the_plan_is_what_happens(whole_run):
     assert "Effective batch: 32 per process x 2 processes x 1 accumulation = 64; learning rates x 2 (linear" in output
     assert "ConvertSyncBatchNorm: 20 BatchNorm layers use the statistics of all processes" in output
     assert "images/s" in output
-    best = torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)
+    best = torch.load(folder / "best.ckpt", weights_only=True)
     accuracies = logged(folder, "val/top1")
     assert best["epoch"] == accuracies.index(max(accuracies))
 
 
 def test_a_run_that_was_killed_ends_with_the_same_weights(whole_run, tmp_path):
-    path = tmp_path / "checkpoints" / "last.ckpt"
     process = start_recipe(tmp_path, *WHOLE)
     try:
-        while not is_loadable(path):  # until the end of the first epoch
+        while not saved_steps(tmp_path / "checkpoints"):  # until the end of the first epoch
             assert process.poll() is None
             time.sleep(0.02)
     finally:
         kill(process)
         process.stdout.close()
-    assert torch.load(path, weights_only=True)["global_step"] < whole_run[2]["global_step"]
-    output = run_recipe(tmp_path, *WHOLE, "resume=true")
-    weights = torch.load(path, weights_only=True)["state_dict"]
+    assert load_newest(tmp_path)["global_step"] < whole_run[2]["global_step"]
+    output = run_recipe(tmp_path, *WHOLE, "resume=auto")
+    assert "AutoResume: goes on at step" in output
+    weights = load_newest(tmp_path)["state_dict"]
     assert weights.keys() == whole_run[2]["state_dict"].keys()
     for key, value in whole_run[2]["state_dict"].items():
         assert torch.equal(value, weights[key]), key
     assert read_accuracy(output) == read_accuracy(whole_run[1])
-
-
-def is_loadable(path):
-    try:
-        torch.load(path, weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError):
-        return False
-    return True
 
 
 def test_two_processes_with_workers_train_as_one_without(tmp_path):
@@ -571,7 +569,7 @@ def test_two_processes_with_workers_train_as_one_without(tmp_path):
     ):
         (tmp_path / name).mkdir()
         run_recipe(tmp_path / name, "trainer.precision=64-true", "trainer.max_steps=22", *arguments)
-        checkpoint = torch.load(tmp_path / name / "checkpoints" / "last.ckpt", weights_only=True)
+        checkpoint = load_newest(tmp_path / name)
         assert checkpoint["global_step"] == 22
         weights.append(checkpoint["state_dict"])
     for key, value in weights[0].items():
@@ -652,7 +650,9 @@ def test_dry_runs_print_the_plan_and_start_nothing(tmp_path, monkeypatch, capsys
         (["optimizer.warmup_epochs=20.0"], "a warm-up shorter than the run"),
         (["model.name=resnet99"], "Got 'resnet99'"),
         (["model.depth=3"], "model.depth"),
-        (["resume=true"], "resume= to name a checkpoint"),
+        (["resume=true"], "Write resume=auto"),
+        (["resume=nowhere.ckpt"], "resume= to name a checkpoint"),
+        (["checkpoint.keep=0"], "checkpoint.keep to be at least 1"),
         (["config=a100_8x", "data.path=nowhere"], "data.path to be a folder"),
         (["strategy.bucket_cap_mb=few"], "strategy.bucket_cap_mb=few"),
         (["optimizer.warmup_from=there"], "warmup_from"),
@@ -682,8 +682,9 @@ def test_a_mistake_is_one_line_without_a_traceback(tmp_path):
 
 @pytest.mark.parametrize("change", ["model.width=9", "trainer.max_epochs=2"])
 def test_a_checkpoint_that_cannot_be_continued_is_refused(whole_run, change):
-    settings = [f"output_dir={whole_run[0]}", "model.width=8", *WHOLE, "resume=true", change]
-    with pytest.raises(SettingsError, match="a checkpoint of the model|a run longer than its checkpoint"):
+    newest = max(saved_steps(whole_run[0] / "checkpoints").values())
+    settings = [f"output_dir={whole_run[0]}", "model.width=8", *WHOLE, f"resume={newest}", change]
+    with pytest.raises(SettingsError, match=r"model\.width 8 there, 9 here|a run longer than its checkpoint"):
         main(settings)
 
 

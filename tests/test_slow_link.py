@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,16 @@ from tests.benchmarks.slow_link.__main__ import parse
 from tests.benchmarks.slow_link.campaign import loss_tasks, run_job, stall_s, time_tasks
 from tests.benchmarks.slow_link.clock import EqualSteps, StepPlan, TimedSteps
 from tests.benchmarks.slow_link.costs import FITTED_BYTES, HELD_OUT_BYTES, predictions
-from tests.benchmarks.slow_link.hosts import Host, HostsError, burst_bytes, require_namespaces, two_hosts
+from tests.benchmarks.slow_link.hosts import (
+    CONGESTION_CONTROL,
+    Host,
+    HostsError,
+    burst_bytes,
+    require_namespaces,
+    two_hosts,
+)
 from tests.benchmarks.slow_link.job import Job, Task, read_records, write_record
-from tests.benchmarks.slow_link.summary import Losses, bars, judged_s, losses_of, rate_result
+from tests.benchmarks.slow_link.summary import LINK_USE_LIMIT, Losses, bars, judged_s, losses_of, rate_result
 from tests.benchmarks.slow_link.variants import BASELINE, HOOK_OPTIONS, REFERENCE, Variant, choose, kind_of, variants
 from tests.benchmarks.slow_link.wire import link_use, use_while_busy
 from tests.benchmarks.slow_link.worker import in_a_line
@@ -465,6 +473,50 @@ def test_hosts_go_away_with_their_processes_after_an_exception(tmp_path: Path) -
         interrupted_at_work(tmp_path, made, processes)
     assert processes[0].wait(timeout=5) != 0
     assert not any(host.namespace in namespaces() for host in made)
+
+
+ANSWERING = """
+import socket, sys
+with socket.create_server(("", 5000)) as server:
+    server.accept()[0].close()
+"""
+CALLING = """
+import socket, sys, time
+for _ in range(200):
+    try:
+        caller = socket.create_connection((sys.argv[1], 5000))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.02)
+print(caller.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\\0").decode())
+"""
+
+
+def test_connections_between_the_hosts_share_the_link_as_linux_does_by_default(tmp_path: Path) -> None:
+    """Whatever this machine is set to: another rule on so short a link, and exact all-reduces leave a tenth of it."""
+    if reason := why_no_namespaces():
+        pytest.skip(reason)
+    with two_hosts() as hosts:
+        answering = hosts[0].start([sys.executable, "-c", ANSWERING], os.environ, tmp_path, tmp_path / "log-0")
+        calling = hosts[1].start(
+            [sys.executable, "-c", CALLING, hosts[0].address], os.environ, tmp_path, tmp_path / "log-1"
+        )
+        assert calling.wait(timeout=20) == 0, (tmp_path / "log-1").read_text()
+        assert answering.wait(timeout=20) == 0, (tmp_path / "log-0").read_text()
+    assert (tmp_path / "log-1").read_text().strip() == CONGESTION_CONTROL
+
+
+def test_exact_all_reduces_use_a_slow_link_as_they_should() -> None:
+    if reason := why_no_namespaces():
+        pytest.skip(reason)
+    workload = replace(FULL, num_layers=1)  # 6 MB of gradients
+    job = Job((Task("link"),), workload, 20.0, 3.0, 3, 0, "")
+    with two_hosts() as hosts:
+        records, failures = run_job(hosts, job)
+    assert failures == {}
+    num_bytes = 4 * workload.config.num_parameters
+    assert LINK_USE_LIMIT <= records[0]["packet_use"] < 1 + burst_bytes(20.0) / num_bytes
+    assert records[0]["all_reduce_s"] > num_bytes * 8 / 20e6 * (1 - burst_bytes(20.0) / num_bytes)
 
 
 def test_a_small_real_run() -> None:

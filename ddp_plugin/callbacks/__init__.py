@@ -2,6 +2,7 @@
 
 import lightning.pytorch as pl
 
+from ddp_plugin.callbacks.auto_resume import AutoResume
 from ddp_plugin.callbacks.communication_monitor import CommunicationMonitor
 from ddp_plugin.callbacks.convert_sync_batchnorm import ConvertSyncBatchNorm
 from ddp_plugin.callbacks.decision_sync import DecisionSync
@@ -9,6 +10,7 @@ from ddp_plugin.callbacks.exact_evaluation import ExactEvaluation
 from ddp_plugin.callbacks.gather_predictions import GatherPredictions
 from ddp_plugin.callbacks.global_mean_loss import GlobalMeanLoss, log_weight, normalize_gradients
 from ddp_plugin.callbacks.gradient_noise_scale import GradientNoiseScale
+from ddp_plugin.callbacks.hang_watchdog import HangWatchdog
 from ddp_plugin.callbacks.per_rank_seed import PerRankSeed
 from ddp_plugin.callbacks.replica_consistency import ReplicaConsistency
 from ddp_plugin.callbacks.sampler_epoch import SamplerEpoch
@@ -17,6 +19,7 @@ from ddp_plugin.callbacks.straggler_monitor import StragglerMonitor
 from ddp_plugin.errors import explain
 
 __all__ = [
+    "AutoResume",
     "CommunicationMonitor",
     "ConvertSyncBatchNorm",
     "DecisionSync",
@@ -24,6 +27,7 @@ __all__ = [
     "GatherPredictions",
     "GlobalMeanLoss",
     "GradientNoiseScale",
+    "HangWatchdog",
     "PerRankSeed",
     "ReplicaConsistency",
     "SamplerEpoch",

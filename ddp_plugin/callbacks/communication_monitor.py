@@ -260,6 +260,8 @@ class CommunicationMonitor(StepRecording):
             return (0,)
         named = [(name, p) for name, p in trainer.lightning_module.named_parameters() if p.requires_grad]
         everything = Contents.of([p for _, p in named], {id(p): name for name, p in named})
+        if trainer.global_step <= hook.start_step:
+            return (HOOKS["allreduce"]().wire_bytes(everything, world_size, rank),)
         return (hook.wire_bytes(everything, world_size, rank) // hook.period,)
 
     # ------------------------------------------------------------------------------------------------------------ files

@@ -1,4 +1,4 @@
-"""All ranks decide alike: from the same monitored values, and to stop after the same step."""
+"""All ranks decide alike, from the same monitored values."""
 
 import math
 from collections.abc import Callable
@@ -7,12 +7,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from torch import Tensor
 
 from ddp_plugin import _compat
-from ddp_plugin.agreement import Agreement
 from ddp_plugin.callbacks._shell import control_group_of
 from ddp_plugin.errors import DDPPluginError, explain
 from ddp_plugin.gather import gather_objects
@@ -24,9 +23,9 @@ _LATE = (EarlyStopping, Checkpoint)  # at the end of a training epoch they are c
 
 
 class DecisionSync(pl.Callback):
-    """Early stopping, checkpoints, plateau schedulers and ``trainer.should_stop`` decide alike on all ranks.
+    """Early stopping, checkpoints and plateau schedulers decide alike on all ranks.
 
-    **Monitors.** Before a monitored value is read in ``fit``, the ranks compare theirs: every key that is the
+    Before a monitored value is read in ``fit``, the ranks compare theirs: every key that is the
     ``monitor`` of a callback or of a ``ReduceLROnPlateau``, after each validation, at the end of each training epoch,
     and after the batches at which a plateau scheduler with ``interval="step"`` or a ``ModelCheckpoint`` with
     ``every_n_train_steps`` may read it. One NaN equals another. Where values differ (logged without
@@ -34,13 +33,7 @@ class DecisionSync(pl.Callback):
     A value that the training reads by itself (``self.trainer.callback_metrics[...]`` in manual optimization) is not
     seen unless some callback monitors its key.
 
-    **Stopping.** ``trainer.should_stop = True`` on any rank, in any hook, stops all ranks after the same step: a wish
-    after a batch travels beside the next step and takes effect at its end, one step later than on one process and
-    without anybody waiting; a wish from a validation or from the end of an epoch takes effect at once, so
-    ``EarlyStopping`` stops where it would alone. ``min_epochs`` and ``min_steps`` mean what they mean in Lightning, and
-    so does the validation before the stop. Until it is agreed upon, ``trainer.should_stop`` reads ``False`` on the rank
-    that set it as well, and setting it to ``False`` does not take the wish back; a stop that is agreed upon can be
-    taken back by all ranks together.
+    That all ranks stop after the same step is the strategy's: see :class:`~ddp_plugin.strategy.stopping.Stopping`.
 
     Args:
         on_difference: ``"mean"`` puts the mean over the ranks, computed in float64, into ``trainer.callback_metrics``
@@ -54,9 +47,7 @@ class DecisionSync(pl.Callback):
             ``"raise"``.
 
     Collectives:
-        On the control group, on all ranks: one object gather for each comparison; one all-reduce of two integers for
-        each training batch, which is waited for one batch later; one object gather more, twice before the first batch,
-        after each validation, and at the end of each epoch. None on one process.
+        On the control group, on all ranks: one object gather for each comparison. None on one process.
     """
 
     def __init__(self, on_difference: str = "mean") -> None:
@@ -67,7 +58,7 @@ class DecisionSync(pl.Callback):
         self._undo: list[Callable[[], None]] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Moves this callback to the front, and takes hold of ``trainer.should_stop``."""
+        """Moves this callback to the front, and takes hold of what others will read."""
         self._release()
         group = control_group_of(self, trainer)
         if stage != "fit" or group is None:
@@ -75,7 +66,7 @@ class DecisionSync(pl.Callback):
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         trainer.callbacks = [self, *(other for other in callbacks if other is not self)]  # type: ignore[attr-defined]
         self._decisions = decisions = _Decisions(trainer, group, self.on_difference)
-        self._undo.append(_compat.intercept_fit(trainer, decisions))
+        self._undo.append(_compat.intercept_monitors(trainer, decisions))
         for callback in callbacks:
             if isinstance(callback, _LATE):
                 self._undo.append(_before(callback, "on_train_epoch_end", decisions.compare_all))
@@ -91,7 +82,6 @@ class DecisionSync(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compares all monitored values."""
         if self._decisions is not None and not trainer.sanity_checking:
-            self._decisions.has_validated = True
             self._decisions.compare_all()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -126,58 +116,14 @@ def _before(callback: pl.Callback, hook: str, function: Callable[[], None]) -> C
 
 
 class _Decisions:
-    """What is decided in one fit, at the moments that :func:`ddp_plugin._compat.intercept_fit` names."""
+    """What is compared in one fit, at the moments that :func:`ddp_plugin._compat.intercept_monitors` names too."""
 
     def __init__(self, trainer: pl.Trainer, group: dist.ProcessGroup, on_difference: str) -> None:
         self.overlay: dict[str, Any] = {}
-        self.has_validated = False
         self._trainer = trainer
         self._group = group
         self._on_difference = on_difference
         self._warned: set[str] = set()
-        self._stop = Agreement(group)
-        self._announced = False
-
-    # ------------------------------------------------------------------------------------------------------- stopping
-
-    def is_stop_agreed(self) -> bool:
-        return self._stop.is_agreed
-
-    def wish_stop(self, stop: bool) -> None:
-        if stop:
-            self._stop.wish()
-        else:
-            self._stop.drop()
-
-    def before_fit(self) -> None:
-        self._settle()
-
-    def after_batch(self) -> None:
-        self._stop.post()
-        self._announce()
-
-    def after_batch_and_validation(self) -> None:
-        if self.has_validated:
-            self.has_validated = False
-            self._settle()
-
-    def after_epoch(self) -> None:
-        self.has_validated = False
-        self._settle()
-
-    def _settle(self) -> None:
-        self._stop.settle()
-        self._announce()
-
-    def _announce(self) -> None:
-        num_ranks, sum_of_ranks = self._stop.wishers or (0, 0)
-        if num_ranks == 1 and not self._announced:
-            self._announced = True
-            rank_zero_info(
-                f"DecisionSync: trainer.should_stop was set on rank {sum_of_ranks} alone; all ranks stop together."
-            )
-
-    # ------------------------------------------------------------------------------------------------------- monitors
 
     def compare_all(self) -> None:
         """Compares every monitored key."""

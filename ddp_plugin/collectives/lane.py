@@ -8,6 +8,7 @@ blocks.
 
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ import torch
 
 from ddp_plugin.errors import explain
 
-__all__ = ["Lane", "shared_lane"]
+__all__ = ["Lane", "in_lanes", "shared_lane"]
 
 T = TypeVar("T")
 
@@ -48,6 +49,8 @@ class Lane:
         self._error: BaseException | None = None
         self._is_closed = False
         self._lock = threading.RLock()
+        self._what = ""
+        _lanes.add(self)
 
     @property
     def is_closed(self) -> bool:
@@ -55,15 +58,21 @@ class Lane:
         return self._is_closed
 
     @property
+    def what(self) -> str:
+        """What the thread runs now, as it was called at its submission; empty while it waits for work."""
+        return self._what
+
+    @property
     def has_failed(self) -> bool:
         """Whether a function has raised, so that the ranks' messages may not pair up any more."""
         return self._error is not None
 
-    def submit(self, function: Callable[[], T]) -> torch.futures.Future[T]:
+    def submit(self, function: Callable[[], T], what: str = "a function") -> torch.futures.Future[T]:
         """Hands over a function; returns at once.
 
         Args:
             function: without arguments. It and all that it refers to stay alive until it is done, on the device too.
+            what: it, in the words of a report, such as ``"the exchange of bucket 3"``.
 
         Returns:
             A future of what the function returns, that DDP accepts from a communication hook. Its callbacks run in the
@@ -85,7 +94,7 @@ class Lane:
                 return self._run_on_side_stream(function)
             if self._thread is None:
                 self._thread = _start_thread(self._work)
-            task = _Task(function)
+            task = _Task(function, what)
             self._queue.put(task)
             return task.future
 
@@ -129,10 +138,12 @@ class Lane:
     def _work(self) -> None:
         with torch.no_grad():
             while (task := self._queue.get()) is not None:
+                self._what = task.what
                 if self._error is None:
                     self._error = task.run()
                 else:
                     task.fail(self._error)
+                self._what = ""
                 del task  # or what it refers to, and its result, would live until the next one comes
                 self._queue.task_done()
         self._queue.task_done()
@@ -167,7 +178,8 @@ class _Task:
     ``Future.set_exception`` gives a value that DDP tries to use as a tensor.
     """
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    def __init__(self, function: Callable[[], Any], what: str = "") -> None:
+        self.what = what
         self._function = function
         self._value: Any = None
         self._error: BaseException | None = None
@@ -214,6 +226,18 @@ def _start_thread(work: Callable[[], None]) -> threading.Thread:
     is_set.wait()
     torch.set_num_threads(num_threads)  # the count is also the default of threads to come: put it back
     return thread
+
+
+_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+
+
+def in_lanes() -> list[str]:
+    """Returns what the lanes of this process are running now; it may be called from any thread.
+
+    Collectives:
+        None.
+    """
+    return [lane.what for lane in tuple(_lanes) if lane.what]
 
 
 _shared: dict[torch.device, Lane] = {}

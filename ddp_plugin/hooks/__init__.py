@@ -72,8 +72,9 @@ def attach(
 ) -> AttachedHook:
     """Lets a hook exchange a model's gradients, in a plain torch loop; a Trainer's strategy does so by itself.
 
-    With a hook that exchanges parameters instead, run forward and backward within ``model.no_sync()``, call
-    ``after_step()`` once after each optimizer step, and ``average()`` before an evaluation or a checkpoint.
+    With a hook that exchanges parameters instead, run forward and backward within ``model.no_sync()`` while its
+    ``trains_alone`` is true, call ``after_step()`` once after each optimizer step, and ``average()`` before an
+    evaluation or a checkpoint.
 
     Args:
         spec: as for :func:`resolve_hook`.

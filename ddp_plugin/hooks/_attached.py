@@ -109,7 +109,8 @@ class AttachedHook:
             return exchange.start(gradient, contents)
         loss_scale = self._loss_scale()
         return self._lane.submit(
-            lambda: self._exchange_in_lane(exchange, gradient, contents, loss_scale, spares_unused)
+            lambda: self._exchange_in_lane(exchange, gradient, contents, loss_scale, spares_unused),
+            f"the exchange of bucket {bucket.index()}",
         )
 
     def _exchange_in_lane(

@@ -24,12 +24,14 @@ class OuterStep:
         learning_rate: of the outer SGD; its gradient is the last exchanged parameters minus the mean of the ranks' own.
         momentum: of the outer SGD.
         nesterov: whether its momentum is Nesterov's.
+        num_exact_steps: optimizer steps, from the beginning of the run, until which ``between`` exchanges exactly.
     """
 
     period: int
     learning_rate: float = 1.0
     momentum: float = 0.0
     nesterov: bool = False
+    num_exact_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class CommHook:
         is_direct: whether a model's gradient takes one collective that DDP can wait for as it is; everything else runs
             in a lane, on a group of its own.
         outer: for a hook that exchanges parameters every few steps, and no gradients: how; else ``None``.
-        start_step: number of first exchanges of each parameter that are exact.
+        start_step: number of first exchanges of each parameter that are exact; for ``outer``, of first optimizer steps
+            whose gradients become their exact mean.
         needs_matrices: whether it looks at whole parameters; another hook may divide a bucket only between them then.
         exchanges_nothing: whether the ranks never meet, so that nothing about them is the same.
         refusal: why this hook must not train, in words; ``None`` where it may.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from ddp_plugin import _compat, matching
 from ddp_plugin.averaging import average_optimizer
@@ -36,7 +37,8 @@ _EXCLUDED = {
 class AveragedReplicas(FollowingWrap):
     """With ``local_sgd`` and ``diloco`` no gradient travels: the ranks train alone and meet once a period.
 
-    They are one model also while they validate, in a checkpoint, and after the training.
+    Their first steps, until ``start_step``, are plain data parallel training; after these DDP reduces nothing more.
+    The ranks are one model also while they validate, in a checkpoint, and after the training.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -106,12 +108,16 @@ class AveragedReplicas(FollowingWrap):
                 )
             )
 
-    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
-        wrapped = super()._setup_model(model)
-        if self._averages_parameters:
-            _compat.never_reduce(wrapped)
-            self._pl_static_graph_delay_done = True  # the same for Lightning's manual optimization
-        return wrapped
+    def _register_ddp_hooks(self) -> None:
+        """Registers the hook; where the ranks train alone from here on, DDP is told so."""
+        super()._register_ddp_hooks()
+        if self._averager is not None and self._averager.trains_alone:
+            self._never_reduce()
+
+    def _never_reduce(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        _compat.never_reduce(self.model)
+        self._pl_static_graph_delay_done = True  # the same for Lightning's manual optimization
 
     # ------------------------------------------------------------------------------------------------------ one step
 
@@ -119,19 +125,20 @@ class AveragedReplicas(FollowingWrap):
         """Notes what the ranks begin with: hooks of the same name may have changed it, on all ranks alike."""
         super().on_train_start()
         averager = self._averager
-        if averager is not None and averager.num_steps == 0:
+        if averager is not None and averager.num_steps <= averager.hook.start_step:
             averager.take_anchor()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the step; with a hook that exchanges parameters, without any message of DDP's.
+        """Runs the step; where the ranks train alone, without any message of DDP's.
 
         Collectives:
-            With such a hook, and in manual optimization, those of :meth:`optimizer_step`, after the step.
+            In manual optimization those of :meth:`optimizer_step`, after the step.
         """
         averager, module = self._averager, self.lightning_module
         if averager is None or module is None:
             return super().training_step(*args, **kwargs)
-        self._are_parameters_parted = self.world_size > 1  # buffers at least
+        if averager.trains_alone:
+            self._are_parameters_parted = self.world_size > 1  # buffers at least
         self._has_stepped = False
         with self._without_reduction():
             output = super().training_step(*args, **kwargs)
@@ -143,7 +150,7 @@ class AveragedReplicas(FollowingWrap):
         """Runs the backward; see :class:`FollowingWrap`.
 
         Collectives:
-            None with a hook that exchanges parameters.
+            None where the ranks train alone.
         """
         with self._without_reduction():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -157,7 +164,8 @@ class AveragedReplicas(FollowingWrap):
     ) -> Any:
         """Runs the closure and the step; at the end of a period the ranks become one model.
 
-        Several optimizers of one batch, in manual optimization, make one step.
+        Several optimizers of one batch, in manual optimization, make one step. In the exact steps LBFGS is given the
+        mean of the ranks' losses, as it is without such a hook.
 
         Raises:
             DDPPluginError: on all ranks, where one of them exchanges and another does not.
@@ -166,11 +174,13 @@ class AveragedReplicas(FollowingWrap):
             See :class:`FollowingWrap`; with a hook that exchanges parameters, at the end of a period, one all-gather of
             two numbers on the control group, and those of :meth:`~ddp_plugin.hooks.Averager.after_step`.
         """
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
         averager, module = self._averager, self.lightning_module
+        if averager is not None and not averager.trains_alone and isinstance(optimizer, LBFGS) and self.world_size > 1:
+            closure = partial(self._mean_loss, closure)
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if averager is not None and module is not None:
             self._has_stepped = True
-            if self.world_size > 1:
+            if averager.trains_alone and self.world_size > 1:
                 self._are_parameters_parted = True
                 self._parted_optimizers.add(id(optimizer))
             if module.automatic_optimization:
@@ -178,14 +188,20 @@ class AveragedReplicas(FollowingWrap):
         return result
 
     def _after_step(self, averager: Averager) -> None:
-        if exchanges := averager.exchanges_next:
-            self._meet(f"an exchange of parameters after {averager.num_steps + 1} optimizer steps")
+        is_exact = not averager.trains_alone
+        if meets := averager.exchanges_next:
+            what = "the beginning of the first period (start_step)" if is_exact else "an exchange of parameters"
+            self._meet(f"{what} after {averager.num_steps + 1} optimizer steps")
         averager.after_step()
-        if exchanges:
+        if meets:
             self._are_parameters_parted = False
+        if meets and is_exact and isinstance(self.model, DistributedDataParallel):
+            _compat.finish_rebuilding_buckets(self.model)  # or the first local forward would, by a message
+            self._never_reduce()
 
     def _without_reduction(self) -> AbstractContextManager[None]:
-        if self._averager is None or not isinstance(self.model, DistributedDataParallel):
+        averager = self._averager
+        if averager is None or not averager.trains_alone or not isinstance(self.model, DistributedDataParallel):
             return nullcontext()
         return self.model.no_sync()
 

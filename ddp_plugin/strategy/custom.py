@@ -62,6 +62,8 @@ class CustomDDPStrategy(Supervised):
         logical_shards: divide every optimizer step into this many shards, a power of two, and add their gradients in
             one fixed tree, so that the weights are the same bytes for 1, 2, 4, … processes; see
             :mod:`ddp_plugin.logical_shards`. It sets ``accumulate_grad_batches`` and replaces DDP's reducer.
+        checkpoint_on_stop: write ``stop.ckpt`` when a signal or ``max_time`` stops the run; see
+            :class:`~ddp_plugin.strategy.stopping.Stopping`.
         process_group_backend: ``"gloo"``, ``"nccl"``, …; chosen by the device when ``None``.
         timeout: timeout of the process group's collectives.
         nccl: options of the NCCL process group; refused where the backend is another one.
@@ -102,6 +104,7 @@ class CustomDDPStrategy(Supervised):
         skip_all_reduce_unused_params: bool | None = None,
         batched_grad_copy: bool | None = None,
         logical_shards: int | None = None,
+        checkpoint_on_stop: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         nccl: NcclOptions | None = None,
@@ -160,6 +163,7 @@ class CustomDDPStrategy(Supervised):
         )
         self._dataloader_transforms: list[DataLoaderTransform] = []
         self._logical_shards = logical_shards
+        self._checkpoint_on_stop = checkpoint_on_stop
 
     @classmethod
     def from_config(cls, config: StrategyConfig | Mapping[str, Any] | DictConfig) -> CustomDDPStrategy:

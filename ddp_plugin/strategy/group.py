@@ -19,6 +19,7 @@ class OwnGroup(DDPStrategy):
 
     _nccl: NcclOptions | None = None
     _timeout: timedelta | None
+    _store: Any = None  # through which the processes find each other; torch makes one where there is none
 
     @property
     def control_group(self) -> dist.ProcessGroup:
@@ -50,6 +51,8 @@ class OwnGroup(DDPStrategy):
                     )
                 )
             options["pg_options"] = self._nccl_group_options()
+        if self._store is not None:
+            options["store"] = self._store
         existed = dist.is_initialized()
         _compat.init_process_group(self.cluster_environment, backend, **options)
         process_group.destroy_at_exit()

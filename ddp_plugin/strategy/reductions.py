@@ -10,7 +10,7 @@ from torch import Tensor
 from ddp_plugin import _compat, matching
 from ddp_plugin.evaluation import combine_logged
 from ddp_plugin.gather import gather_tensors
-from ddp_plugin.strategy.group import OwnGroup
+from ddp_plugin.strategy.preflight import Preflight
 
 __all__ = ["MatchedReductions"]
 
@@ -24,7 +24,7 @@ _SAME_SHAPES = matching.Rule(
 )
 
 
-class MatchedReductions(OwnGroup):
+class MatchedReductions(Preflight):
     """Reduces without flooring, gathers without garbage, and raises on all ranks where they log different keys."""
 
     _release_logging: Callable[[], None] | None = None

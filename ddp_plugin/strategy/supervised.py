@@ -1,5 +1,6 @@
 """Says what this process is doing, so that the others can tell when it fails or hangs."""
 
+import atexit
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,18 +10,31 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_plugin import _compat
-from ddp_plugin.strategy.logical import LogicalShards
+from ddp_plugin.strategy.stopping import Stopping
 from ddp_plugin.supervision.activity import Activity, place_of
 from ddp_plugin.supervision.board import Board
+from ddp_plugin.supervision.failure_watch import FailureWatch
 from ddp_plugin.supervision.pulse import Pulse
 
 __all__ = ["Supervised"]
 
 
-class Supervised(LogicalShards):
-    """Tells what it is doing, in each method that Lightning calls around a step or a collective."""
+LOOKS_PER_S = 1000.0
+"""How often all ranks together look whether one has failed: a tenth of a core, in the process that holds the store."""
+
+
+class Supervised(Stopping):
+    """Tells what it is doing, in each method that Lightning calls around a step or a collective.
+
+    The first rank that fails ends all; see :class:`~ddp_plugin.supervision.failure_watch.FailureWatch`.
+    """
+
+    ends_all_on_failure = True
+    """Whether the first rank that fails ends all; not so for a program that tries something out on all ranks, catches
+    what comes of it, and lets the ranks meet afterwards by a way of its own."""
 
     _pulse: Pulse | None = None
+    _failures: FailureWatch | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -36,9 +50,31 @@ class Supervised(LogicalShards):
         """The thread that tells the others; ``None`` outside a run."""
         return self._pulse
 
+    @property
+    def failures(self) -> FailureWatch | None:
+        """What ends all ranks when one fails; ``None`` outside a run, and in a run of one process."""
+        return self._failures
+
     def _place(self) -> Mapping[str, Any]:
-        module = self.lightning_module
-        return {} if module is None else place_of(module.trainer)
+        try:
+            module = self.lightning_module
+            return {} if module is None else place_of(module.trainer)
+        except Exception:  # read beside the thread that writes: between two runs, a module has no Trainer
+            return {}
+
+    def _configure_launcher(self) -> None:
+        """Lets what the launcher runs in this process tell the other ranks how it fails."""
+        super()._configure_launcher()
+        _compat.guard_launched(self._launcher, self._run_guarded, before=self.refuse_contradictions)
+
+    def _run_guarded(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:  # before Lightning lets callbacks know, which may wait for other ranks
+            to_raise = error if self._failures is None else self._failures.raised(error, _compat.hook_of(error))
+            if to_raise is error:
+                raise
+            raise to_raise from error
 
     def setup_environment(self) -> None:
         """Starts the processes' group, and tells from here on what this process is doing.
@@ -49,11 +85,26 @@ class Supervised(LogicalShards):
         super().setup_environment()
         self._pulse = Pulse(Board.beside(_compat.default_group()), self._activity)
         self._pulse.start()
+        atexit.register(self._pulse.stop)  # a thread that still asks the store when the interpreter ends may abort it
+        if self.world_size > 1 and self.ends_all_on_failure:
+            first = self.global_rank - self.local_rank
+            on_this_node = range(first, min(first + self.num_processes, self.world_size))
+            self._failures = FailureWatch(self._pulse.board, self._activity, on_this_node)
+            self._failures.start()
+            self._pulse.add(self._failures, every_s=max(0.2, self.world_size / LOOKS_PER_S))
 
     def teardown(self) -> None:
-        """Ends the run; nothing is told any more."""
+        """Ends the run; nothing is told any more.
+
+        Collectives:
+            None; rank 0 waits until the others come here too, 10 s at most.
+        """
+        if self._failures is not None:
+            self._failures.over()
+            self._failures = None
         if self._pulse is not None:
             self._pulse.stop()
+            atexit.unregister(self._pulse.stop)
             self._pulse = None
         super().teardown()
 

@@ -306,11 +306,6 @@ class FollowingWrap(MatchedReductions):
         delayed = {name for name, _ in self._ddp_kwargs.get("delay_all_reduce_named_params", ())}
         return TrainableParameters(module, ignored | delayed)
 
-    @property
-    def _one_model_on_all_ranks(self) -> bool:
-        """Whether all ranks hold the same parameters; not so where the user's own group or mesh divides a model."""
-        return self.world_size > 1 and not {"process_group", "device_mesh"} & set(self._ddp_kwargs)
-
     # ---------------------------------------------------------------------------------------------------- checkpoint
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

@@ -19,7 +19,8 @@ class Activity:
 
     Attributes:
         num_changes: how often anything has begun; one that stands still means that nothing goes on.
-        failed_in: what was going on when the last exception passed through here; ``None`` while none has.
+        failed_in: what was going on, innermost, when an exception passed through here; ``None`` where none has since
+            anything began, because then it was caught.
     """
 
     def __init__(self, place: Callable[[], Mapping[str, Any]] = dict) -> None:
@@ -59,6 +60,7 @@ class Activity:
     def begin(self, what: str) -> None:
         """Begins what :meth:`end` ends; :meth:`doing` pairs them."""
         self._doing.append(what)
+        self.failed_in = None
         self.num_changes += 1
         self._since = time.monotonic()
 

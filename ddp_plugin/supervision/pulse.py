@@ -1,6 +1,8 @@
 """A thread that says once a beat what its process is doing, and lets others look at what the rest say."""
 
 import threading
+import time
+import traceback
 from typing import Protocol
 
 from ddp_plugin.supervision.activity import Activity
@@ -13,7 +15,7 @@ ACTIVITY = "activity"
 
 
 class Watcher(Protocol):
-    """Looks at the board once a beat, in the thread of the pulse."""
+    """Looks at the board from time to time, in the thread of the pulse."""
 
     def look(self, board: Board) -> None:
         """Reads what it is interested in; must not wait for anything but the board."""
@@ -38,17 +40,21 @@ class Pulse:
         self.board = board
         self.activity = activity
         self.interval_s = interval_s
-        self._watchers: list[Watcher] = []
+        self._watchers: list[_Periodic] = []
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ddp_plugin-pulse", daemon=True)
 
-    def add(self, watcher: Watcher) -> None:
-        """Lets a watcher look from the next beat on.
+    def add(self, watcher: Watcher, every_s: float | None = None) -> None:
+        """Lets a watcher look from now on.
+
+        Args:
+            watcher: one that raises is told of on standard error, and looks no more.
+            every_s: seconds between two looks; once a beat when ``None``.
 
         Collectives:
             None.
         """
-        self._watchers.append(watcher)
+        self._watchers.append(_Periodic(watcher, every_s or self.interval_s))
 
     def start(self) -> None:
         """Posts the first beat, and starts the thread.
@@ -73,16 +79,36 @@ class Pulse:
             self._thread.join()
 
     def _run(self) -> None:
-        beat = 0
+        beat, next_beat = 0, time.monotonic() + self.interval_s
         try:
-            while not self._is_over.wait(self.interval_s):
-                beat += 1
-                self._beat(beat)
-                for watcher in tuple(self._watchers):
-                    watcher.look(self.board)
+            while not self._is_over.wait(min([next_beat, *(w.due for w in self._watchers)]) - time.monotonic()):
+                now = time.monotonic()
+                if now >= next_beat:
+                    beat, next_beat = beat + 1, now + self.interval_s
+                    self._beat(beat)
+                for periodic in tuple(self._watchers):
+                    if now >= periodic.due:
+                        periodic.due = now + periodic.every_s
+                        self._let_look(periodic)
         except BoardLostError as error:
-            for watcher in tuple(self._watchers):
-                watcher.lose(error)
+            for periodic in tuple(self._watchers):
+                periodic.watcher.lose(error)
+
+    def _let_look(self, periodic: "_Periodic") -> None:
+        try:
+            periodic.watcher.look(self.board)
+        except BoardLostError:
+            raise
+        except Exception:
+            self._watchers.remove(periodic)
+            traceback.print_exc()
 
     def _beat(self, beat: int) -> None:
         self.board.post(ACTIVITY, {**self.activity.snapshot(), "beat": beat})
+
+
+class _Periodic:
+    def __init__(self, watcher: Watcher, every_s: float) -> None:
+        self.watcher = watcher
+        self.every_s = every_s
+        self.due = time.monotonic() + every_s

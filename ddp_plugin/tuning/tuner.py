@@ -339,7 +339,9 @@ class _Contest:
         if config.comm_hook is not None and resolve_hook(config.comm_hook).start_step >= self.num_warmup_steps:
             spec = {"name": config.comm_hook} if isinstance(config.comm_hook, str) else dict(config.comm_hook)
             config = replace(config, comm_hook=spec | {"start_step": self.num_warmup_steps - 1})
-        return CustomDDPStrategy.from_config(config)
+        strategy = CustomDDPStrategy.from_config(config)
+        strategy.ends_all_on_failure = False  # a candidate may fail, and the ranks meet after it
+        return strategy
 
     def measure(self, device_type: str) -> dict[str, Any]:
         """Runs the rehearsal, the rounds and the fresh rounds.

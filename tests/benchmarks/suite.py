@@ -1,14 +1,13 @@
 """Everything that is timed, in one pair of processes, and the rows of the report."""
 
 import logging
-import statistics
 import warnings
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from tests.benchmarks import evaluation, monitors, replicas, seeding, training
+from tests.benchmarks import checkpoints, evaluation, monitors, replicas, seeding, training
 from tests.benchmarks.timing import Row, slowest
 
 __all__ = ["collect", "measure"]
@@ -25,6 +24,7 @@ def measure(quick: bool) -> dict[str, Any]:
         logging.getLogger(name).setLevel(logging.ERROR)
     dist.init_process_group("gloo", timeout=timedelta(minutes=30))  # the strategies' own default
     num_rounds, num_steps = (1, 2) if quick else (9, 40)
+    batch_size = 1 if quick else None  # of the language model; its own
     step_workloads = ("MLP",) if quick else ("MLP", "transformer")
     return {
         "evaluation": {
@@ -37,9 +37,14 @@ def measure(quick: bool) -> dict[str, Any]:
         "checks": replicas.time_checks(num_steps, num_rounds),
         "decisions": replicas.time_decisions(num_steps, num_rounds),
         "posts": replicas.time_posts(num_steps, num_rounds),
-        "monitored": {name: monitors.time_monitored_steps(name, 3 * num_steps, num_rounds) for name in step_workloads},
-        "recording": {count: monitors.time_recording(count, 10 * num_steps, num_rounds) for count in (4, 40)},
+        "monitored": {name: monitors.time_monitored_steps(name, 3 * num_steps, num_rounds) for name in step_workloads}
+        | {monitors.LANGUAGE_MODEL: monitors.time_monitored_language_model(1 if quick else 10, num_rounds, batch_size)},
+        "own": {
+            monitors.LANGUAGE_MODEL: monitors.time_own(None, 12 if quick else 30, (num_rounds + 1) // 2, batch_size),
+            **{f"MLP of {n} layers": monitors.time_own(n, 55 if quick else 120, num_rounds) for n in (2, 8, 32)},
+        },
         "seeding": seeding.time_seeding(200 if quick else 2000, num_rounds),
+        "files": checkpoints.time_files(1 if quick else 64, num_rounds),
     }
 
 
@@ -61,6 +66,6 @@ def collect(by_rank: list[dict[str, Any]]) -> list[Row]:
         [rank["posts"] for rank in by_rank],
     )
     monitored = {name: slowest([rank["monitored"][name] for rank in by_rank]) for name in first["monitored"]}
-    recording = {count: [rank["recording"][count] for rank in by_rank] for count in first["recording"]}
-    rows += monitors.rows(monitored, recording, statistics.median(monitored["MLP"]["without"]))
-    return rows + seeding.rows([rank["seeding"] for rank in by_rank])
+    rows += monitors.rows(monitored, {name: [rank["own"][name] for rank in by_rank] for name in first["own"]})
+    rows += seeding.rows([rank["seeding"] for rank in by_rank])
+    return rows + checkpoints.rows(slowest([rank["files"] for rank in by_rank]))

@@ -31,7 +31,11 @@ __all__ = [
     "time_steps",
 ]
 
-TRAINING_HOOKS = [name for name in HOOKS if HOOKS[name]().refusal is None]
+TRAINING_HOOKS = {  # past their exact first steps
+    name: {"name": name, "start_step": 1} if HOOKS[name]().start_step else {"name": name}
+    for name in HOOKS
+    if HOOKS[name]().refusal is None
+}
 NUM_SKIPPED = 5  # first steps of a run: DDP rebuilds its buckets in the second, allocators warm up
 PLAIN, THEIRS, OURS = "plain torch", "Lightning's DDPStrategy", "CustomDDPStrategy"
 SEEDED, DEFAULT = "CustomDDPStrategy + PerRankSeed", "CustomDDPStrategy + default_callbacks()"
@@ -139,8 +143,8 @@ def time_hooks(workload_name: str, num_steps: int, num_rounds: int) -> tuple[Tim
     workload = WORKLOADS[workload_name]
     data = samples(workload, num_steps)
     variants = {"none": lambda: fit(workload, data, strategy=CustomDDPStrategy())[0]}
-    for name in TRAINING_HOOKS:
-        variants[name] = lambda name=name: fit(workload, data, strategy=CustomDDPStrategy(comm_hook=name))[0]
+    for name, spec in TRAINING_HOOKS.items():
+        variants[name] = lambda spec=spec: fit(workload, data, strategy=CustomDDPStrategy(comm_hook=spec))[0]
     times = interleaved(variants, num_rounds)
     buckets = _buckets(workload)
     bytes_sent = {}

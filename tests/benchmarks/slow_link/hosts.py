@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
+    "CONGESTION_CONTROL",
     "INTERFACE",
     "Host",
     "HostsError",
@@ -27,6 +28,10 @@ __all__ = [
 ]
 
 INTERFACE = "wire"  # the same name on both hosts: each namespace has names of its own
+# Linux's own default, whatever this machine is set to. BBR, for one, sizes its window by the shortest round trip, which
+# between two namespaces takes microseconds, as on no wire: its few packets then wait for acknowledgements that queue
+# behind the other host's data, and a link that is busy both ways idles for a tenth of the time.
+CONGESTION_CONTROL = "cubic"
 QUEUE_MS = 50  # a packet that would wait longer is dropped, as a switch would; TCP then slows down
 MIN_BURST_BYTES = 16_000
 BURST_MS = 1.0
@@ -181,4 +186,6 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
             _call("ip", "-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
             for device in ("lo", INTERFACE):
                 _call("ip", "-n", host.namespace, "link", "set", device, "up")
+            route = ["10.213.0.0/24", "dev", INTERFACE, "proto", "kernel", "scope", "link", "src", host.address]
+            _call("ip", "-n", host.namespace, "route", "replace", *route, "congctl", CONGESTION_CONTROL)
         yield hosts

@@ -28,8 +28,8 @@ HOOK_OPTIONS: dict[str, dict[str, Any]] = {
     "powersgd": {"start_step": 2},  # when it is timed; see Variant.for_losses
     "topk": {"density": 0.01, "start_step": 2},
     "hierarchical": {"ranks_per_node": 1, "between": "int8"},
-    "local_sgd": {"period": LOCAL_PERIOD},
-    "diloco": {"period": LOCAL_PERIOD},
+    "local_sgd": {"period": LOCAL_PERIOD, "start_step": 2},
+    "diloco": {"period": LOCAL_PERIOD, "start_step": 2},
 }
 SMALL_BUCKETS = ("powersgd", "topk")
 

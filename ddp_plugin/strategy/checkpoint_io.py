@@ -1,0 +1,156 @@
+"""How Lightning writes and reads a checkpoint file, and the outcome of that as all ranks see it."""
+
+import inspect
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.utilities import rank_zero_warn
+from lightning.pytorch.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
+
+from ddp_plugin import _compat, process_group
+from ddp_plugin.checkpoints.files import why_not_written, write
+from ddp_plugin.checkpoints.reading import read
+from ddp_plugin.errors import DDPPluginError, explain
+from ddp_plugin.gather import gather_objects
+
+__all__ = ["AgreedFiles", "SealedCheckpointIO"]
+
+
+class SealedCheckpointIO(TorchCheckpointIO):
+    """Files that are whole or not there, with a seal that any later change breaks; see :mod:`ddp_plugin.checkpoints`.
+
+    It is what the strategy uses where no ``checkpoint_io`` is given, also below one that wraps another, such as
+    ``AsyncCheckpointIO()``. Its files are files of ``torch.save``, which anything reads that reads those.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Writes a checkpoint; see :func:`ddp_plugin.checkpoints.files.write`.
+
+        Args:
+            checkpoint: what Lightning has put together.
+            path: where to; also an address that fsspec opens for writing.
+            storage_options: not supported.
+
+        Raises:
+            TypeError: with ``storage_options``.
+            OSError: it cannot be written; what had this name before is as it was.
+
+        Collectives:
+            None.
+        """
+        if storage_options is not None:
+            raise TypeError(
+                explain("no storage_options", repr(storage_options), "Pass a checkpoint_io of your own that uses them")
+            )
+        write(checkpoint, path)
+
+    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:
+        """Reads a checkpoint in this process alone; see :func:`ddp_plugin.checkpoints.reading.read`.
+
+        Args:
+            path: the file; also an address that fsspec opens.
+            map_location: as in ``torch.load``.
+            weights_only: nothing in the file may run code, unless this is ``False``.
+
+        Collectives:
+            None.
+        """
+        return read(path, map_location=map_location, weights_only=weights_only is not False)
+
+
+class AgreedFiles(DDPStrategy):
+    """Checkpoint files are written and read by rank 0, and all ranks learn how that went.
+
+    It comes last of all that overrides these methods, so that ranks meet nothing else between a failure and the word
+    about it.
+    """
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes and reads files: the one that was given, else :class:`SealedCheckpointIO`."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = SealedCheckpointIO()
+        elif _compat.wraps_checkpoint_io(self._checkpoint_io):
+            self._checkpoint_io.checkpoint_io = SealedCheckpointIO()  # type: ignore[attr-defined]  # if it has none
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    def _all_ranks(self) -> dist.ProcessGroup | None:
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        return process_group.control_group() if several else None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes a checkpoint on rank 0; if that fails, it fails on all ranks.
+
+        Raises:
+            DDPPluginError: on all ranks, with the path, the cause and the room that is left. After an exception that
+                ended the run on some rank it is raised on rank 0 alone, for the others may not come any more.
+
+        Collectives:
+            One object gather on the control group, on every rank.
+        """
+        failure: Exception | None = None
+        if self.is_global_zero:
+            try:
+                self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            except Exception as error:
+                failure = error
+        group, module = self._all_ranks(), self.lightning_module
+        if module is not None and module.trainer.interrupted:
+            group = None
+        if group is None and failure is not None and not isinstance(failure, OSError):
+            raise failure
+        text = None if failure is None else why_not_written(failure, filepath)
+        for told in gather_objects(text, group):
+            if told is not None:
+                raise DDPPluginError(told) from failure
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes a checkpoint on rank 0; one for which a newer one is still being written goes when that is whole."""
+        if self.is_global_zero:
+            _compat.remove_after_saves(self.checkpoint_io, filepath)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads a checkpoint that rank 0 reads; nothing in it is run, unless ``weights_only=False`` is written out.
+
+        Only the path on rank 0 counts. A ``checkpoint_io`` of the user's own reads as it likes, on each rank.
+
+        Returns:
+            The checkpoint, the same on all ranks, with its tensors on the CPU.
+
+        Raises:
+            FileNotFoundError: on all ranks, when rank 0 finds no such file.
+            DDPPluginError: on all ranks, when it cannot be loaded: it is damaged, names code to be run, has a newer
+                format, or is no checkpoint of a Trainer.
+
+        Collectives:
+            One object gather, and those of :func:`ddp_plugin.checkpoints.reading.read`, on the control group.
+        """
+        io = _compat.innermost_checkpoint_io(self.checkpoint_io)
+        if type(io) in (SealedCheckpointIO, TorchCheckpointIO):
+            group = self._all_ranks()
+            paths = gather_objects(os.fspath(checkpoint_path), group)
+            if len(set(paths)) > 1:
+                rank_zero_warn(f"The ranks were given different checkpoints; {paths[0]}, rank 0's, is loaded on all.")
+            checkpoint: Any = read(paths[0], group, weights_only=weights_only is not False)
+        else:
+            given = inspect.signature(self.checkpoint_io.load_checkpoint).parameters
+            takes = "weights_only" in given or any(one.kind is one.VAR_KEYWORD for one in given.values())
+            options = {"weights_only": weights_only is not False} if takes or weights_only is not None else {}
+            checkpoint = self.checkpoint_io.load_checkpoint(checkpoint_path, **options)
+        if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
+            what = f"the names {list(checkpoint)[:3]}" if isinstance(checkpoint, Mapping) else type(checkpoint).__name__
+            raise DDPPluginError(
+                explain(
+                    "a checkpoint of a Trainer, with a state_dict and where the run was",
+                    f"{os.fspath(checkpoint_path)} with {what}",
+                    "Load weights that something else has saved with module.load_state_dict()",
+                )
+            )
+        return dict(checkpoint)

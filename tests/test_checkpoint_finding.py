@@ -1,0 +1,153 @@
+"""The newest checkpoint that is whole is found, and what is passed over is said."""
+
+import logging
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from ddp_plugin.checkpoints import NewerFormatError, newest_checkpoint, verify
+from ddp_plugin.checkpoints.files import write
+from tests.harness import ranks, trainer
+from tests.test_checkpoint_reading import RunsCode, make
+
+
+def save(path: Path, step: int, *, saved_at_s: float, sealed: bool = True, **more: Any) -> Path:
+    """Saves a checkpoint that says it was written at some time."""
+    content = {"global_step": step, "epoch": 0, "state_dict": {"w": torch.ones(3)}, "optimizer_states": []} | more
+    content = {key: value for key, value in content.items() if value is not None}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if sealed:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(time, "time", lambda: saved_at_s)
+            write(content, path)
+    else:
+        torch.save(content, path)
+        os.utime(path, (saved_at_s, saved_at_s))
+    return path
+
+
+def flip(path: Path, position: int) -> None:
+    content, times = bytearray(path.read_bytes()), path.stat()
+    content[position] ^= 1
+    path.write_bytes(content)
+    os.utime(path, (times.st_atime, times.st_mtime))
+
+
+def test_nothing_to_find(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path) is None
+    assert newest_checkpoint(tmp_path / "absent") is None
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    assert newest_checkpoint(str(tmp_path)) is None
+    with pytest.raises(ValueError, match=r"notes\.txt"):
+        newest_checkpoint(tmp_path / "notes.txt")
+    with pytest.raises(ValueError, match="s3://bucket"):
+        newest_checkpoint("s3://bucket/run")
+
+
+def test_the_one_that_was_written_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path / "version_0" / "checkpoints" / "of an older run.ckpt", 900, saved_at_s=1000)
+    newest = save(tmp_path / "version_1" / "checkpoints" / "epoch=0-step=20.ckpt", 20, saved_at_s=3000)
+    save(tmp_path / "version_1" / "checkpoints" / "epoch=0-step=10.ckpt", 10, saved_at_s=2000)
+    assert newest_checkpoint(tmp_path) == newest
+    copied = shutil.copy(tmp_path / "version_1" / "checkpoints" / "epoch=0-step=10.ckpt", tmp_path / "copied now.ckpt")
+    assert newest_checkpoint(tmp_path) == newest, copied
+    last = save(tmp_path / "last.ckpt", 21, saved_at_s=3000)  # in the same second: after more steps
+    assert newest_checkpoint(tmp_path) == last
+    requeued = save(tmp_path / "hpc_ckpt_1.ckpt", 22, saved_at_s=3001)
+    assert newest_checkpoint(tmp_path) == requeued
+    assert caplog.messages == []
+
+
+def test_what_is_torn_changed_or_not_enough_is_passed_over_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = save(tmp_path / "good.ckpt", 1, saved_at_s=1000)
+    flip(save(tmp_path / "changed.ckpt", 2, saved_at_s=2000), 700)
+    os.truncate(save(tmp_path / "cut.ckpt", 3, saved_at_s=3000), 900)
+    (tmp_path / "empty.ckpt").touch()
+    save(tmp_path / "weights.ckpt", 4, saved_at_s=4000, optimizer_states=None)
+    (tmp_path / "dangling.ckpt").symlink_to("absent")
+    (tmp_path / "sharded.ckpt").mkdir()
+    flip(save(tmp_path / "old and changed.ckpt", 2, saved_at_s=10), 700)  # older than the good one: nobody asks
+    with caplog.at_level(logging.WARNING):
+        assert newest_checkpoint(tmp_path) == good
+    said = {path.name: message for message in caplog.messages for path in tmp_path.iterdir() if f"{path} is" in message}
+    assert said.keys() == {"changed.ckpt", "cut.ckpt", "empty.ckpt", "weights.ckpt", "dangling.ckpt", "sharded.ckpt"}
+    assert len(caplog.messages) == 6
+    assert "the hash differs" in said["changed.ckpt"]
+    assert "weights alone" in said["weights.ckpt"]
+    assert "No such file" in said["dangling.ckpt"]
+    good.unlink()
+    assert newest_checkpoint(tmp_path) is None
+
+
+def test_files_of_others_have_to_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = save(tmp_path / "good.ckpt", 1, saved_at_s=1000, sealed=False)
+    save(tmp_path / "code.ckpt", 2, saved_at_s=2000, sealed=False, hook=RunsCode(tmp_path / "trace"))
+    save(tmp_path / "weights.ckpt", 3, saved_at_s=3000, sealed=False, optimizer_states=None)
+    changed = save(tmp_path / "changed.ckpt", 4, saved_at_s=4000, sealed=False)
+    flip(changed, changed.read_bytes().index(torch.ones(3).numpy().tobytes()))
+    torch.load(changed)  # it does not notice
+    older = save(tmp_path / "older, with a seal.ckpt", 5, saved_at_s=500)
+    with caplog.at_level(logging.WARNING):
+        assert newest_checkpoint(tmp_path) == good
+    assert not (tmp_path / "trace").exists()
+    assert len(caplog.messages) == 3
+    assert "posix.mkdir" in next(message for message in caplog.messages if "code.ckpt" in message)
+    good.unlink()
+    assert newest_checkpoint(tmp_path) == older
+
+
+def test_links_do_not_count_twice_and_lead_out(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    good = save(folder / "epoch=1.ckpt", 1, saved_at_s=1000)
+    (folder / "last.ckpt").symlink_to(good.name)
+    assert newest_checkpoint(folder) == good
+    save(tmp_path / "elsewhere.ckpt", 2, saved_at_s=2000)
+    (folder / "out.ckpt").symlink_to("../elsewhere.ckpt")
+    assert newest_checkpoint(folder) == folder / "out.ckpt"
+
+
+def test_a_newer_format_is_not_replaced_by_an_older_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path / "good.ckpt", 1, saved_at_s=1000)
+    make("newer", tmp_path / "later.ckpt", tmp_path)
+    with pytest.raises(NewerFormatError, match="format 99"):
+        newest_checkpoint(tmp_path)
+
+
+class Model(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(batch).mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp_plugin"])
+@ranks(1, init=False)
+def test_what_lightning_leaves_behind(tmp_path: Path, strategy: str) -> None:
+    """Under its own strategy without a seal, under this one with it; fit goes on from what was found."""
+
+    def run(max_epochs: int, path: Path | None = None) -> pl.Trainer:
+        saving = ModelCheckpoint(tmp_path, save_last="link", save_top_k=2, monitor="epoch", mode="max")
+        run = trainer(strategy=strategy, max_epochs=max_epochs, enable_checkpointing=True, callbacks=[saving])
+        run.fit(Model(), torch.utils.data.DataLoader(torch.ones(6, 2), batch_size=2), ckpt_path=path)
+        return run
+
+    run(3)
+    found = newest_checkpoint(tmp_path)
+    assert found == tmp_path / "epoch=2-step=9.ckpt"
+    assert (verify(found) is None) == (strategy == "auto")
+    assert run(4, found).global_step == 12
