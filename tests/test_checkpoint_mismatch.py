@@ -246,3 +246,30 @@ def test_what_is_no_checkpoint_of_a_trainer_is_said(tmp_path: Path) -> None:
     for name, words in (("weights.pt", r"names \['net\.first\.weight'"), ("list.pt", "with list")):
         with pytest.raises(DDPPluginError, match=words):
             fit(Model(), tmp_path / name)
+
+
+class Fine(pl.LightningModule):
+    """A weight that float32 cannot hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1, dtype=torch.float32)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch.double()).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-12)
+
+
+@ranks(1, init=False)
+def test_a_double_is_resumed_with_all_its_digits(tmp_path: Path) -> None:
+    loader = DataLoader(torch.ones(8, 1), batch_size=1)
+    run = trainer(precision="64-true", max_steps=3)
+    run.fit(first := Fine(), loader)
+    weight = first.layer.weight.detach().clone()
+    assert weight.dtype == torch.float64
+    assert not torch.equal(weight, weight.float().double())
+    run.save_checkpoint(path := tmp_path / "double.ckpt")
+    trainer(precision="64-true", max_steps=3).fit(second := Fine(), loader, ckpt_path=path)
+    assert torch.equal(second.layer.weight, weight)

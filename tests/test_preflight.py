@@ -220,7 +220,7 @@ def test_variables_are_sorted_by_whom_they_concern() -> None:
 def samples() -> list[Any]:
     hook = HOOKS["powersgd"]()
     return [
-        None, 1.5, "x", [1, (2, {"b": {3, 1, 2}})], {"a": torch.float16}, Path("x"), timedelta(seconds=3), nn.Linear,
+        None, 1.5, "x", [1, (2, {"b": {*"qwertz"}})], {"a": torch.float16}, Path("x"), timedelta(seconds=3), nn.Linear,
         nn.Linear(2, 2), print, partial(int, base=2), lambda: None, hook, torch.zeros(()), torch.ones(3), hook.options,
     ]  # fmt: skip
 
@@ -252,6 +252,8 @@ def test_optimizers_are_told_by_group_and_name() -> None:
     assert found["lr of group 0 of SGD 0"] == "0.1"
     assert found["lr of group 1 of SGD 0"] == "0.5"
     assert found["parameters of group 1 of SGD 0"] == "['bias']"
+    alone = facts.optimizer_facts([torch.optim.SGD(groups, lr=0.1)], net, with_settings=False)
+    assert alone.keys() == {"optimizers", "parameters of group 0 of SGD 0", "parameters of group 1 of SGD 0"}
 
 
 def test_facts_are_small_and_ten_thousand_parameters_are_one_digest() -> None:

@@ -239,6 +239,17 @@ def test_nothing_is_said_of_ranks_that_are_alike() -> None:
 
 
 @ranks(2, init=False)
+def test_ranks_that_train_alone_may_have_learning_rates_of_their_own_but_no_optimizers() -> None:
+    hook = {"name": "local_sgd", "period": 2}
+    fit(Module(lr=0.1 * (1 + rank())), strategy=CustomDDPStrategy(comm_hook=hook))
+    module = Module()
+    kind = (torch.optim.SGD, torch.optim.Adam)[rank()]
+    module.configure_optimizers = lambda: kind(module.parameters(), lr=0.1)  # type: ignore[method-assign,assignment]
+    said = error_of(lambda: fit(module, strategy=CustomDDPStrategy(comm_hook=hook)))
+    assert "Optimizers is ['SGD'] on rank 0 and ['Adam'] on rank 1" in said
+
+
+@ranks(2, init=False)
 def test_a_warning_is_not_repeated_in_the_next_run() -> None:
     with warned() as said:
         run = trainer()

@@ -158,14 +158,20 @@ def test_a_scheduler_of_epochs_follows_the_scaled_curve():
     torch.testing.assert_close(run(ScaleLearningRate(1)), 4 * run(ScaleLearningRate()), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("moment", [{"step": 2}, {"epoch": 0}, {"step": 5}], ids=str)
-@pytest.mark.parametrize("kind", ["own", "constant", "bare", *USERS], ids=str)
+@pytest.mark.parametrize(
+    "moment", [{"step": 2}, {"epoch": 0}, {"step": 5}], ids=lambda value: getattr(value, "__name__", str(value))
+)
+@pytest.mark.parametrize(
+    "kind", ["own", "constant", "bare", *USERS], ids=lambda value: getattr(value, "__name__", str(value))
+)
 @ranks(1, init=False)
 def test_a_resumed_run_uses_the_rates_of_an_uninterrupted_one(tmp_path, kind, moment):
     assert_resumes(tmp_path, kind, moment)
 
 
-@pytest.mark.parametrize("moment", [{"step": 2}, {"epoch": 0}], ids=str)
+@pytest.mark.parametrize(
+    "moment", [{"step": 2}, {"epoch": 0}], ids=lambda value: getattr(value, "__name__", str(value))
+)
 @ranks(2, init=False)
 def test_a_resumed_run_of_two_ranks(tmp_path, moment):
     assert_resumes(tmp_path, "own", moment)

@@ -1,6 +1,8 @@
 """What every process tells the others while it works."""
 
+import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -50,6 +52,33 @@ def test_a_board_for_one_process() -> None:
     assert board.read_all("topic") == {0: {"a": 1}}
     assert board.claim("topic", {"rank": 0}) == {"rank": 0}
     assert board.claim("topic", {"rank": 1}) == {"rank": 0} == board.claimed("topic")
+
+
+def test_a_store_that_never_answers_is_lost_and_costs_the_patience_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent:
+        def check(self, keys: list[str]) -> bool:
+            threading.Event().wait()
+            return True
+
+    monkeypatch.setattr("ddp_plugin.supervision.board._ANSWER_WITHIN", timedelta(seconds=0.2))
+    board = Board(Silent(), 0, 2)
+    for patience_s in (2.0, 0.1):
+        began_s = time.monotonic()
+        with pytest.raises(BoardLostError, match="does not answer rank 0"):
+            board.claimed("topic")
+        assert time.monotonic() - began_s < patience_s
+
+
+def test_a_closed_board_has_no_thread() -> None:
+    before = threading.enumerate()
+    board = Board.alone()
+    board.post("topic", {})
+    threads = [thread for thread in threading.enumerate() if thread not in before]
+    assert [thread.name for thread in threads] == ["ddp_plugin-board"]
+    board.close()
+    for thread in threads:
+        thread.join(5.0)
+        assert not thread.is_alive()
 
 
 @ranks(2, 3)

@@ -13,7 +13,8 @@ parameter, buffer  error   DistributedDataParallel hangs, or mixes what does not
 setting            error   steps, accumulation, clipping, precision, hook, and the like: unequal numbers of collectives,
                            or a result that is neither rank's
 callback           error   one that communicates and is missing on a rank, or comes in another order, waits for ever
-optimizer          error   equal gradients, different updates: the models part
+optimizer          error   equal gradients, different updates: the models part; where the ranks train alone, and only
+                           their parameters are averaged, the settings of optimizers are not compared
 version            error   ddp_plugin; first two numbers of torch and lightning; NCCL: other messages, other numbers
 version            warning anything else: last number of torch and lightning, build, Python, torchmetrics, numpy, CUDA
 environment        error   ``TORCH_DISTRIBUTED_DEBUG``: ``DETAIL`` on one rank sends messages that others do not expect

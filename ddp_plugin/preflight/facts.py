@@ -225,12 +225,15 @@ def _tensor_words(value: Tensor) -> str:
     return f"{value.dtype} {list(value.shape)}{layout}".replace("torch.", "")
 
 
-def optimizer_facts(optimizers: Sequence[torch.optim.Optimizer], module: torch.nn.Module) -> dict[str, str]:
+def optimizer_facts(
+    optimizers: Sequence[torch.optim.Optimizer], module: torch.nn.Module, *, with_settings: bool = True
+) -> dict[str, str]:
     """Returns the optimizers' kinds, their groups' settings and which parameters each group holds.
 
     Args:
         optimizers: those of the model.
         module: the model; gives parameters their names.
+        with_settings: whether learning rates and the like have to be the same too.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     found = {"optimizers": shown([type(optimizer).__qualname__ for optimizer in optimizers])}
@@ -239,6 +242,6 @@ def optimizer_facts(optimizers: Sequence[torch.optim.Optimizer], module: torch.n
             where = f"of group {number} of {type(optimizer).__qualname__} {index}"
             held = [names.get(id(parameter), "a parameter outside the model") for parameter in group["params"]]
             found[f"parameters {where}"] = shown(held)
-            for key in sorted(group.keys() - {"params", "param_names"}):
+            for key in sorted(group.keys() - {"params", "param_names"}) if with_settings else ():
                 found[f"{key} {where}"] = shown(group[key])
     return found

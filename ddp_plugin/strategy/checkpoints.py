@@ -58,7 +58,9 @@ class ExplainedCheckpoints(LogicalShards, AgreedFiles):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads the model's weights, all or none.
+        """Loads the model's weights, all or none, in the precision in which they will be trained.
+
+        Lightning converts the module later, so that half of the digits of a double would be lost on the way.
 
         Raises:
             DDPPluginError: they do not fit; names and shapes are in the message, and the model is as it was.
@@ -68,6 +70,7 @@ class ExplainedCheckpoints(LogicalShards, AgreedFiles):
         """
         module = self.lightning_module
         assert module is not None
+        self.precision_plugin.convert_module(module)
         before = module.state_dict()
         differences = model_differences(_shapes(checkpoint["state_dict"]), _shapes(before), strict=strict)
         if not differences:

@@ -233,7 +233,7 @@ class Preflight(OwnGroup):
         raise_errors(findings, self.world_size)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Makes the optimizers and schedulers, and compares them.
+        """Makes the optimizers and schedulers, and compares them; their settings not where the ranks train alone.
 
         Raises:
             DDPPluginError: on all ranks, where they differ; it says which rank has what.
@@ -245,7 +245,8 @@ class Preflight(OwnGroup):
         module = self.lightning_module
         if not self._one_model_on_all_ranks or module is None:
             return
-        found = facts.optimizer_facts(self.optimizers, module)
+        train_alone = getattr(self, "_averages_parameters", False)
+        found = facts.optimizer_facts(self.optimizers, module, with_settings=not train_alone)
         for index, config in enumerate(self.lr_scheduler_configs):
             found[f"learning rate scheduler {index}"] = facts.shown(
                 [type(config.scheduler).__qualname__, config.interval, config.frequency, config.monitor]
@@ -329,7 +330,7 @@ def _options(trainer: Any, module: LightningModule) -> Iterator[tuple[str, str]]
         name = type(callback).__qualname__
         if not _communicates(callback) and not isinstance(callback, _SHOWING):
             yield f"callback {name}", "there"
-        for option in _constructor_arguments(type(callback)):
+        for option in _constructor_arguments(type(callback)) if name != "PerRankSeed" else ():  # it asks itself
             value = vars(callback).get(option)
             if isinstance(value, (bool, int, float, str)):
                 yield f"{option} of {name}", facts.shown(value)

@@ -105,6 +105,7 @@ class Supervised(Stopping):
         if self._pulse is not None:
             self._pulse.stop()
             atexit.unregister(self._pulse.stop)
+            self._pulse.board.close()
             self._pulse = None
         super().teardown()
 

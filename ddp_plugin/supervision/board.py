@@ -1,8 +1,11 @@
 """A board on which every process writes, and which every other reads while the writer is stuck."""
 
 import json
+import queue
+import threading
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import Future, TimeoutError
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +18,9 @@ __all__ = ["Board", "BoardLostError"]
 
 _ANSWER_WITHIN = timedelta(seconds=30)  # a host that is very busy may take ten
 _num_boards: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+_Question = tuple["Future[Any]", str, tuple[Any, ...]]
 
 
 class BoardLostError(DDPPluginError):
@@ -41,6 +47,10 @@ class Board:
         self.rank = rank
         self.world_size = world_size
         self._store = store
+        self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        self._answerer: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._is_lost = False
 
     @classmethod
     def beside(cls, group: dist.ProcessGroup) -> "Board":
@@ -129,8 +139,41 @@ class Board:
         held: dict[str, Any] = json.loads(self._ask("get", key))
         return held
 
+    def close(self) -> None:
+        """Ends the thread that asks the store; the next question would start another.
+
+        Collectives:
+            None.
+        """
+        with self._lock:
+            if self._answerer is not None:
+                self._answerer = None
+                self._questions.put(None)
+
     def _ask(self, operation: str, *arguments: Any) -> Any:
+        """Asks in a thread of its own: some of torch's calls wait for ever where the network swallows the answer."""
+        if self._is_lost:
+            raise BoardLostError(f"The store of the process group does not answer rank {self.rank} any more.")
+        answer: Future[Any] = Future()
+        with self._lock:
+            if self._answerer is None:
+                self._answerer = threading.Thread(target=self._answer, name="ddp_plugin-board", daemon=True)
+                self._answerer.start()
+            self._questions.put((answer, operation, arguments))
         try:
-            return getattr(self._store, operation)(*arguments)
-        except RuntimeError as error:  # torch's DistStoreError and DistNetworkError are kinds of it
-            raise BoardLostError(f"The store of the process group does not answer rank {self.rank}: {error}") from error
+            return answer.result(_ANSWER_WITHIN.total_seconds())
+        except (
+            RuntimeError,
+            TimeoutError,
+        ) as error:  # torch's DistStoreError and DistNetworkError are kinds of the first
+            self._is_lost = True
+            why = str(error) or f"no answer in {_ANSWER_WITHIN.total_seconds():g} s"
+            raise BoardLostError(f"The store of the process group does not answer rank {self.rank}: {why}") from error
+
+    def _answer(self) -> None:
+        while (question := self._questions.get()) is not None:
+            answer, operation, arguments = question
+            try:
+                answer.set_result(getattr(self._store, operation)(*arguments))
+            except Exception as error:  # raised where it was asked
+                answer.set_exception(error)

@@ -59,7 +59,7 @@ def draw_kills(seed: int, number: int, world_sizes: Sequence[int], steps: tuple[
     for kind in kinds:
         if kind != "worker" and len(world_sizes) > 1:
             world_size = draw.choice([other for other in world_sizes if other != world_size])
-        delay_s = draw.uniform(0.0, 6.0 if kind == "start-up" else 0.1)
+        delay_s = draw.uniform(0.0, {"start-up": 6.0, "save": 0.08}.get(kind, 0.1))  # a save lasts for 0.1 s
         kills.append(Kill(kind, draw.randint(*steps), delay_s, draw.random(), world_size))
     return kills
 

@@ -102,7 +102,7 @@ def compare(whole: Path, folder: Path, texts: Path, world_size: int, num_steps: 
         kills: in this order.
     """
     folder.mkdir()
-    outcome = run_with_kills(folder, settings(texts, num_steps), world_size, kills, step_s=0.02, save_s=0.05)
+    outcome = run_with_kills(folder, settings(texts, num_steps), world_size, kills, step_s=0.02, save_s=0.1)
     verdict = Verdict([], read_starts(folder), outcome)
     expected, steps = surviving_steps(read_starts(whole)), surviving_steps(verdict.starts)
     verdict.problems += coverage_problems(steps, verdict.starts[0].num_samples, num_steps)
