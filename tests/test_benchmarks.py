@@ -40,7 +40,7 @@ def test_quick_run_prints_every_number(tmp_path: Path) -> None:
         [sys.executable, "-m", "tests.benchmarks", "--quick", "--json", str(report)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         cwd=ROOT,
     )
     assert finished.returncode == 0, finished.stderr

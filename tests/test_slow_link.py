@@ -540,6 +540,7 @@ def test_a_small_real_run() -> None:
     assert result.link["all_reduce_s"] > ideal_s * (1 - burst_bytes(rate_mbit) / num_bytes)
     rows = {row.variant: row for row in result.rows}
     assert rows["noop"].num_steps == 9
+    assert rows["torch DDP"].num_steps == 3
     # Bytes on the wire are those that were declared, with headers, acknowledgements and small messages on top.
     assert rows["torch DDP"].declared_bytes == num_bytes
     assert num_bytes < rows["torch DDP"].sent_bytes < 1.15 * num_bytes

@@ -101,7 +101,7 @@ class StepClock(pl.Callback):
         elif self._num_done == self._last:
             self._stop(trainer)
         if self._num_done >= self._last:
-            trainer.should_stop = True
+            trainer.fit_loop.epoch_loop.max_steps = trainer.global_step  # here and now, on all ranks alike
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stops the clock until the next epoch's first batch."""

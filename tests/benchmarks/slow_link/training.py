@@ -31,7 +31,8 @@ class _EndedBy(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
         if self.clock.step_ended():
-            trainer.should_stop = True
+            # Here and now, on both ranks: ``should_stop`` is a wish, on which the ranks agree a step later.
+            trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
 
 
 def quiet() -> None:
