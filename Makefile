@@ -14,8 +14,9 @@ llm: $(VENV)/.installed
 resnet: $(VENV)/.installed
 	$(BIN)/python recipes/resnet.py $(ARGS)
 
+# Two files at a time: a test waits for its ranks to start more than it computes.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .

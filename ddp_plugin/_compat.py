@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_plugin.errors import DDPPluginError
 from ddp_plugin.evaluation import merge_states
 from ddp_plugin.forwarding import note_original, original_of
 
@@ -417,9 +418,13 @@ def loaders_of(loop: Any) -> tuple[list[Any], str]:
 
 def takes_iterator(loop: Any) -> bool:
     """Whether the loop hands its steps the loader's iterator (``dataloader_iter``) instead of a batch."""
+    return _gives_iterator(loop._data_fetcher)
+
+
+def _gives_iterator(data_fetcher: Any) -> bool:
     from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 
-    return isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher)
+    return isinstance(data_fetcher, _DataLoaderIterDataFetcher)
 
 
 def index_tracking(batch_sampler: Any) -> Any:
@@ -773,6 +778,12 @@ def intercept_stopping(trainer: Any, moments: StopMoments) -> Callable[[], None]
             ends_epoch=loop._is_training_done, inside_window=train_window_is_open(trainer)
         )
 
+    def advance(loop: Any, data_fetcher: Any) -> None:
+        try:
+            epoch_class.advance(loop, data_fetcher)
+        except StopIteration as error:
+            raise _end_of_data(error, data_fetcher) from error.__cause__
+
     def check_time(timer: Any) -> None:
         remaining_s = timer.time_remaining()
         if remaining_s is not None and remaining_s <= 0:
@@ -786,7 +797,10 @@ def intercept_stopping(trainer: Any, moments: StopMoments) -> Callable[[], None]
         _specialise(trainer, should_stop=should_stop),
         _specialise(trainer.fit_loop, skip=property(skip), on_run_start=on_run_start, on_advance_end=on_epoch_end),
         _specialise(
-            trainer.fit_loop.epoch_loop, on_advance_end=on_batch_end, _broadcast_sigterm_tensor=lambda loop: None
+            trainer.fit_loop.epoch_loop,
+            advance=advance,
+            on_advance_end=on_batch_end,
+            _broadcast_sigterm_tensor=lambda loop: None,
         ),
         _specialise(trainer._signal_connector, register_signal_handlers=lambda connector: None),
         *(_intercept_evaluation(loop, moments) for loop in loops),
@@ -823,10 +837,23 @@ def _intercept_evaluation(loop: Any, moments: StopMoments) -> Callable[[], None]
             moments.count_evaluation_steps(_num_steps(loop))
 
     def step(loop: Any, *arguments: Any) -> None:
-        step_of_class(loop, *arguments)
+        try:
+            step_of_class(loop, *arguments)
+        except StopIteration as error:
+            raise _end_of_data(error, loop._data_fetcher) from error.__cause__
         moments.after_evaluation_step(loop)
 
     return _specialise(loop, run=run, setup_data=setup_data, **{step_name: step})
+
+
+def _end_of_data(error: StopIteration, data_fetcher: Any) -> Exception:
+    """Returns the error itself if it is the data's, else one in words: Lightning takes any for the end of the data.
+
+    No context manager can do so: for ``contextlib``, a ``RuntimeError`` with this cause is the ``StopIteration``.
+    """
+    if (where := hook_of(error)) is None or _gives_iterator(data_fetcher):
+        return error
+    return DDPPluginError(f"{where} raised StopIteration, which Lightning would take for the end of the data.")
 
 
 def _num_steps(loop: Any) -> int:
@@ -962,6 +989,36 @@ def remove_after_saves(io: Any, path: Any) -> None:
                 io._error = error  # raised at the next save, as an error of the last one is
 
     io._executor.submit(remove)
+
+
+def saves_in_background(io: Any) -> bool:
+    """Whether a ``CheckpointIO``, or one that it wraps, is an ``AsyncCheckpointIO``."""
+    return bool(_background_ios(io))
+
+
+def finish_saves(io: Any) -> BaseException | None:
+    """Waits for the saves that an ``AsyncCheckpointIO`` has not done yet; returns what the last one to fail raised.
+
+    The error is taken out: Lightning keeps it, and raises it at the next save and once more in ``teardown``.
+    """
+    error = None
+    for each in _background_ios(io):
+        if each._executor is not None:
+            each._executor.submit(int).result()  # there is one thread, so it comes last
+        error, each._error = error or each._error, None
+    return error
+
+
+def _background_ios(io: Any) -> list[Any]:
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+    from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+
+    found = []
+    while isinstance(io, _WrappingCheckpointIO):
+        if isinstance(io, AsyncCheckpointIO):
+            found.append(io)
+        io = io.checkpoint_io
+    return found
 
 
 def guard_launched(launcher: Any, guard: Callable[..., Any], before: Callable[[], None] | None = None) -> None:

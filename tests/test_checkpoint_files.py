@@ -4,6 +4,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import platform
 import random
 import signal
 import subprocess
@@ -140,6 +141,17 @@ def test_a_file_without_a_seal_has_at_least_whole_records(tmp_path: Path) -> Non
         torch.serialization.set_crc32_options(True)
     assert verify(path) is None
     assert read(path)["global_step"] == 7
+
+
+@pytest.mark.parametrize(
+    "own", [{"run": None}, {"run": {"versions": None, "world_size": "two", "comm_hook": 3}}, None, 1]
+)
+@pytest.mark.parametrize("count", [None, "many", float("nan"), float("inf"), torch.ones(2)])
+def test_a_seal_keeps_no_checkpoint_from_being_written(tmp_path: Path, own: Any, count: Any) -> None:
+    path = tmp_path / "a.ckpt"
+    write({"global_step": count, "epoch": count, "optimizer_states": [], "ddp_plugin": own}, path)
+    said = verify(path)
+    assert said == Manifest(resumes=True, saved_at_s=said.saved_at_s if said else 0.0)
 
 
 # ------------------------------------------------------------------------------------------------------------ writing
@@ -333,3 +345,22 @@ def test_the_unfinished_file_of_a_writer_that_lives_stays(tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == ["a.ckpt"]
     (tmp_path / unfinished.name).write_bytes(b"of a writer that was killed")
     assert remove_leftovers(tmp_path) == [tmp_path / unfinished.name]
+
+
+def test_an_unfinished_file_of_another_host_stays_for_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lock may not be seen here, as if there were none."""
+    with monkeypatch.context() as patch:
+        patch.setattr(platform, "node", lambda: "last hpc_ckpt_7/../elsewhere")
+        with files._unfinished_file(tmp_path) as (unfinished, _):
+            name = unfinished.name
+    assert not any(text in name for text in ("last", "hpc_ckpt_", "7/"))
+    left = tmp_path / name
+    left.write_bytes(b"of a writer that lives")
+    assert remove_leftovers(tmp_path) == []
+    write(checkpoint(), tmp_path / "a.ckpt")
+    half_a_day, two_days = time.time() - 43200, time.time() - 2 * 86400
+    os.utime(left, (half_a_day, half_a_day))
+    assert remove_leftovers(tmp_path) == []
+    os.utime(left, (two_days, two_days))
+    assert remove_leftovers(tmp_path) == [left]
+    assert os.listdir(tmp_path) == ["a.ckpt"]

@@ -1,5 +1,6 @@
 """The newest checkpoint that is whole is found, and what is passed over is said."""
 
+import errno
 import logging
 import os
 import shutil
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from ddp_plugin.checkpoints import NewerFormatError, newest_checkpoint, verify
 from ddp_plugin.checkpoints.files import write
+from ddp_plugin.checkpoints.finding import folders_below
 from tests.harness import ranks, trainer
 from tests.test_checkpoint_reading import RunsCode, make
 
@@ -88,9 +90,8 @@ def test_what_is_torn_changed_or_not_enough_is_passed_over_and_said(
     assert newest_checkpoint(tmp_path) is None
 
 
-def test_files_of_others_have_to_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_of_others_have_to_be_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     good = save(tmp_path / "good.ckpt", 1, saved_at_s=1000, sealed=False)
-    save(tmp_path / "code.ckpt", 2, saved_at_s=2000, sealed=False, hook=RunsCode(tmp_path / "trace"))
     save(tmp_path / "weights.ckpt", 3, saved_at_s=3000, sealed=False, optimizer_states=None)
     changed = save(tmp_path / "changed.ckpt", 4, saved_at_s=4000, sealed=False)
     flip(changed, changed.read_bytes().index(torch.ones(3).numpy().tobytes()))
@@ -98,11 +99,27 @@ def test_files_of_others_have_to_load(tmp_path: Path, caplog: pytest.LogCaptureF
     older = save(tmp_path / "older, with a seal.ckpt", 5, saved_at_s=500)
     with caplog.at_level(logging.WARNING):
         assert newest_checkpoint(tmp_path) == good
-    assert not (tmp_path / "trace").exists()
-    assert len(caplog.messages) == 3
-    assert "posix.mkdir" in next(message for message in caplog.messages if "code.ckpt" in message)
+    assert len(caplog.messages) == 2
     good.unlink()
     assert newest_checkpoint(tmp_path) == older
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_whether_code_may_run_is_for_the_load_to_say(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, sealed: bool
+) -> None:
+    """An older checkpoint is not taken in place of a whole one that is refused; of a torn one it is."""
+    code, trace = RunsCode(tmp_path / "trace"), tmp_path / "trace"
+    good = save(tmp_path / "good.ckpt", 1, saved_at_s=1000)
+    refused = save(tmp_path / "code.ckpt", 2, saved_at_s=2000, sealed=sealed, hook=code)
+    save(tmp_path / "weights.ckpt", 3, saved_at_s=3000, sealed=sealed, hook=code, optimizer_states=None)
+    with caplog.at_level(logging.WARNING):
+        assert newest_checkpoint(tmp_path) == refused
+        [message] = caplog.messages
+        assert "weights.ckpt is skipped: it holds weights alone" in message
+        flip(refused, refused.read_bytes().index(torch.ones(3).numpy().tobytes()))
+        assert newest_checkpoint(tmp_path) == good
+    assert not trace.exists()
 
 
 def test_links_do_not_count_twice_and_lead_out(tmp_path: Path) -> None:
@@ -113,6 +130,53 @@ def test_links_do_not_count_twice_and_lead_out(tmp_path: Path) -> None:
     save(tmp_path / "elsewhere.ckpt", 2, saved_at_s=2000)
     (folder / "out.ckpt").symlink_to("../elsewhere.ckpt")
     assert newest_checkpoint(folder) == folder / "out.ckpt"
+
+
+def test_linked_folders_are_searched_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As where ``lightning_logs`` lies on another disk; loops end, and other runs' folders are not reached."""
+    run, disk = tmp_path / "runs" / "mine", tmp_path / "disk"
+    newest = save(disk / "version_0" / "checkpoints" / "step=5.ckpt", 5, saved_at_s=2000)
+    (newest.parent / "last.ckpt").symlink_to(newest.name)
+    save(run / "step=1.ckpt", 1, saved_at_s=1000)
+    save(tmp_path / "runs" / "another" / "step=9.ckpt", 9, saved_at_s=3000)
+    (run / "lightning_logs").symlink_to(disk)
+    found = run / "lightning_logs" / "version_0" / "checkpoints" / "step=5.ckpt"
+    assert newest_checkpoint(run) == found
+    (run / "itself").symlink_to(run)
+    (run / "above").symlink_to("..")
+    (run / "twice").symlink_to(disk / "version_0")
+    (disk / "back").symlink_to(run)
+    (disk / "version_0" / "up").symlink_to(disk)
+    assert newest_checkpoint(run) == run / "twice" / "checkpoints" / "step=5.ckpt"
+    folders = [folder.resolve() for folder in folders_below(run)]
+    assert sorted(folders) == [disk, disk / "version_0", newest.parent, run]
+    (tmp_path / "link").symlink_to(run)
+    assert newest_checkpoint(tmp_path / "link") == tmp_path / "link" / "twice" / "checkpoints" / "step=5.ckpt"
+    assert caplog.messages == []
+
+
+def test_what_cannot_be_listed_or_is_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = save(tmp_path / "good.ckpt", 1, saved_at_s=1000)
+    os.mkfifo(tmp_path / "pipe.ckpt")  # opened, it would be waited for
+    (tmp_path / "folder").mkdir()
+    scandir, error = os.scandir, OSError(errno.EACCES, "Permission denied", str(tmp_path / "folder"))
+
+    def deny(path: Any) -> Any:
+        if Path(path).name == "folder":
+            raise error
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", deny)
+    assert newest_checkpoint(tmp_path) == good
+    assert [message.split(" is skipped: ")[1] for message in sorted(caplog.messages)] == [
+        "Permission denied.",
+        "it is no file.",
+    ]
+    error = OSError(errno.ESTALE, "Stale file handle")  # so newer ones may be there
+    with pytest.raises(OSError, match="Stale"):
+        newest_checkpoint(tmp_path)
 
 
 def test_a_newer_format_is_not_replaced_by_an_older_checkpoint(tmp_path: Path) -> None:

@@ -1,18 +1,21 @@
 """Saving and loading in a Trainer: all ranks learn of a failure, and nothing old goes before the new is whole."""
 
+import contextlib
 import hashlib
 import json
+import logging.handlers
 import os
 import threading
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 
-from ddp_plugin import CustomDDPStrategy, default_callbacks
+from ddp_plugin import CustomDDPStrategy, _compat, default_callbacks, process_group
 from ddp_plugin.checkpoints import RefusedCheckpointError, verify
 from ddp_plugin.errors import DDPPluginError
 from ddp_plugin.gather import gather_objects
@@ -204,12 +207,81 @@ def test_a_save_that_failed_in_the_background_keeps_the_old_one(tmp_path: Path) 
     run.save_checkpoint(tmp_path / "old.ckpt")
     io.save_checkpoint({"lock": threading.Lock()}, tmp_path / "new.ckpt")
     run.strategy.remove_checkpoint(tmp_path / "old.ckpt")
-    with pytest.raises(TypeError, match="pickle"):
+    with pytest.raises(DDPPluginError, match=r"new\.ckpt\. Got TypeError: .*pickle"):
         io.teardown()
     assert verify(tmp_path / "old.ckpt") is not None
     io._error = None
     run.strategy.remove_checkpoint(tmp_path / "old.ckpt")
     assert list(tmp_path.iterdir()) == []
+
+
+class FillsTheDisk(pl.Callback):
+    """Takes all room after a step, and lets nothing be written in the background before ``until`` steps are done."""
+
+    def __init__(self, path: Path, step: int, until: int) -> None:
+        self.path, self.step, self.until, self.may_write = path, step, until, threading.Event()
+        self.may_write.set()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.is_global_zero and trainer.global_step == self.step:
+            _compat.finish_saves(trainer.strategy.checkpoint_io)
+            self.may_write.clear()
+            with contextlib.suppress(OSError), open(self.path, "wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+        if trainer.global_step == self.until:
+            self.may_write.set()
+
+
+@pytest.mark.parametrize("num_steps", [3, 9])
+def test_a_disk_that_fills_up_while_it_is_written_in_the_background(small_disk: Path, num_steps: int) -> None:
+    run_ranks(fill_the_disk_in_the_background, 2, init=False, folder=small_disk, num_steps=num_steps)
+
+
+def fill_the_disk_in_the_background(folder: Path, num_steps: int) -> None:
+    """Noticed at a later save, or at the end of the fit: on all ranks, with the path of the file that failed."""
+    fills = FillsTheDisk(folder / "filler", 2, min(num_steps, 4))
+
+    class Waits(SealedCheckpointIO):
+        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            fills.may_write.wait()
+            super().save_checkpoint(*args, **kwargs)
+
+    io = AsyncCheckpointIO(Waits())
+    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    run = trainer(
+        strategy=CustomDDPStrategy(checkpoint_io=io),
+        callbacks=[fills, saving],
+        max_epochs=-1,
+        max_steps=num_steps,
+        enable_checkpointing=True,
+    )
+    with pytest.raises(DDPPluginError) as caught:
+        run.fit(Model(), data())
+    texts = gather_objects(str(caught.value), process_group.control_group())
+    assert len(set(texts)) == 1
+    for words in (f"{folder}/step=", "No space left on device", "bytes are free", "is as it was"):
+        assert words in texts[1]
+    assert "step=1.ckpt" not in texts[1]
+    assert run.global_step <= num_steps
+    assert verify(folder / "step=1.ckpt") is not None
+    assert sorted(os.listdir(folder)) == ["filler", "step=1.ckpt"]
+
+
+@ranks(2, init=False)
+def test_a_failed_save_does_not_take_the_place_of_what_ended_the_run(tmp_path: Path) -> None:
+    class Fails(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.is_global_zero:
+                trainer.strategy.checkpoint_io.save_checkpoint({"lock": threading.Lock()}, tmp_path / "new.ckpt")
+            raise KeyError("the user's own")
+
+    said = logging.handlers.BufferingHandler(9)
+    logging.getLogger(checkpoint_io.__name__).addHandler(said)
+    with pytest.raises(KeyError, match="the user's own"):
+        fit(Model(), epochs=1, strategy=CustomDDPStrategy(checkpoint_io=AsyncCheckpointIO()), callbacks=[Fails()])
+    texts = [record.getMessage() for record in said.buffer]
+    assert [f"{tmp_path}/new.ckpt. Got TypeError" in text for text in texts] == [True] * (os.environ["RANK"] == "0")
 
 
 @ranks(2, init=False)

@@ -1,7 +1,9 @@
 """Notices when a private name that the package leans on moves."""
 
 import inspect
+import time
 from datetime import timedelta
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -352,3 +354,21 @@ def test_what_wraps_a_checkpoint_io_and_saves_in_the_background() -> None:
 
     changes = Changes(inner)
     assert _compat.innermost_checkpoint_io(changes) is changes
+
+    class FailsOnce(TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+            time.sleep(0.05)
+            if checkpoint:
+                raise ValueError(path)
+
+    assert not _compat.saves_in_background(inner)
+    assert _compat.finish_saves(inner) is None
+    saves = AsyncCheckpointIO(FailsOnce())
+    for outer in (saves, _WrappingCheckpointIO(saves)):
+        assert _compat.saves_in_background(outer)
+        assert _compat.finish_saves(outer) is None
+        saves.save_checkpoint({"a": 1}, "first")
+        saves.save_checkpoint({}, "second")
+        assert str(_compat.finish_saves(outer)) == "first"
+        assert saves._error is None
+        saves.teardown()

@@ -12,7 +12,7 @@ import textwrap
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,21 @@ class FailingDataset(RandomDataset):
         return super().__getitem__(index)
 
 
+class UnspeakableError(ValueError):
+    """Raises again where it is to be put into words."""
+
+    def __str__(self) -> str:
+        raise KeyError("no words")
+
+
+FAILURES: dict[str, Callable[[], BaseException]] = {
+    "exit": lambda: SystemExit(0),
+    "stop": lambda: StopIteration(),
+    "stop validation": lambda: StopIteration(),
+    "unspeakable": lambda: UnspeakableError(),
+}
+
+
 class FailingModel(BoringModel):
     """Fails on one rank in one place, at step 2; the others wait for it there, or sleep where no message reaches."""
 
@@ -72,10 +87,10 @@ class FailingModel(BoringModel):
             os.kill(os.getpid(), signal.SIGKILL)
         else:
             Path(self.folder, "since").write_text(str(time.time()))
-            raise SystemExit(0) if where == "exit" else ValueError("the first one")
+            raise FAILURES.get(where, lambda: ValueError("the first one"))()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        for where in ("training_step", "killed", "killed with workers", "exit"):
+        for where in ("training_step", "killed", "killed with workers", "exit", "stop", "unspeakable"):
             self.fail_if(where, batch_idx == FAILS_AT)
         if self.where == "killed worker" and batch_idx == FAILS_AT and self.global_rank == self.who:
             Path(self.folder, "since").write_text(str(time.time()))
@@ -88,7 +103,8 @@ class FailingModel(BoringModel):
         return output
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.fail_if("validation_step", batch_idx == FAILS_AT and not self.trainer.sanity_checking)
+        for where in ("validation_step", "stop validation"):
+            self.fail_if(where, batch_idx == FAILS_AT and not self.trainer.sanity_checking)
         self.log("loss", super().validation_step(batch, batch_idx)["x"], sync_dist=True, on_step=True)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
@@ -107,6 +123,11 @@ class FailingModel(BoringModel):
 class Hooks(Callback):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         module.fail_if("on_train_start")
+
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        module.fail_if("on_fit_end")
+        if module.where == "on_fit_end":
+            trainer.strategy.barrier()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         module.fail_if("on_train_batch_end", batch_idx == FAILS_AT)
@@ -158,6 +179,10 @@ PLACES = {
     "on_train_start": "at step 0 in Hooks.on_train_start: ValueError: the first one",
     "on_train_batch_end": "at step 3 in Hooks.on_train_batch_end: ValueError: the first one",
     "worker": "at step 0 in a data loader: ValueError: Caught ValueError in DataLoader worker process 0.",
+    "on_fit_end": "at step 8 in Hooks.on_fit_end: ValueError: the first one",
+    "stop": "at step 2 in training_step: DDPPluginError: CustomDDPStrategy.training_step raised StopIteration",
+    "stop validation": "at step 8, validate batch 2 in validation_step: DDPPluginError: CustomDDPStrategy.validation_step",
+    "unspeakable": "at step 2 in training_step: UnspeakableError: <its str() failed>",
     "lane": "at step 2 in backward: RuntimeError: Got the following error when running the callback: ValueError: the",
 }
 

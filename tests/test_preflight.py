@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
+from omegaconf import OmegaConf
 from torch import nn
 
 from ddp_plugin import CustomDDPStrategy
@@ -213,7 +214,7 @@ def test_variables_are_sorted_by_whom_they_concern() -> None:
     variables = {"NCCL_ALGO": "Ring", "NCCL_SOCKET_IFNAME": "eth0", "NCCL_DEBUG_FILE": "x", "TORCH_LOGS": "y"}
     variables |= {"OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": "z", "SLURM_PROCID": "0", "RANK": "1"}
     variables |= {"GLOO_SOCKET_IFNAME": "eth0", "PYTHONHASHSEED": "0", "HOME": "/"}
-    assert set(environment_settings(variables)) == {"NCCL_ALGO", "TORCH_LOGS", "PYTHONHASHSEED"}
+    assert set(environment_settings(variables)) == {"NCCL_ALGO", "PYTHONHASHSEED"}
     assert set(facts.launcher_variables(variables)) == {"TORCHELASTIC_ERROR_FILE", "SLURM_PROCID", "RANK"}
 
 
@@ -296,6 +297,19 @@ WELL_STARTED = {
         asked(starts=True),
     ),
     "one for each device's node": ({"OMPI_COMM_WORLD_SIZE": "1"}, asked(starts=True)),
+    "srun --pty bash, with MPI's variables": (
+        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PTY_PORT": "5", "PMI_SIZE": "2"},
+        asked(starts=True),
+    ),
+    "a batch script that starts one process": (
+        {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_JOB_NAME": "train"},
+        asked(starts=True),
+    ),
+    "what this launcher does not read": (
+        {"NODE_RANK": "worker-0", "SLURM_NTASKS_PER_NODE": "", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+        asked(TORCHRUN),
+    ),
+    "empty is unset": ({"MASTER_PORT": ""}, asked(starts=True)),
     "another launcher": ({"RANK": "7", "WORLD_SIZE": "9"}, asked(OTHER)),
 }
 
@@ -327,7 +341,7 @@ ILL_STARTED = {
     "SLURM_NTASKS is not set": ({}, asked(SLURM)),
     "SLURM_LOCALID is 3": ({"SLURM_NTASKS": "2", "SLURM_LOCALID": "3"}, asked(SLURM)),
     "srun has started 4 tasks, and Lightning takes this job for an interactive one": (
-        {"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_JOB_NAME": "interactive"},
+        {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_JOB_NAME": "interactive"},
         asked(starts=True),
     ),
     "OMPI_COMM_WORLD_SIZE is 4": ({"OMPI_COMM_WORLD_SIZE": "4"}, asked(starts=True)),
@@ -345,6 +359,7 @@ ILL_STARTED = {
     "num_nodes is 2, and MASTER_PORT not set": ({"MASTER_ADDR": "a"}, asked(nodes=2, starts=True)),
     "LOCAL_RANK is 2": ({"LOCAL_RANK": "2"}, asked()),
     "WORLD_SIZE is 'two', which is no whole number": ({"WORLD_SIZE": "two"}, asked()),
+    "MASTER_PORT is 0": ({"MASTER_PORT": "0", "WORLD_SIZE": "2"}, asked(TORCHRUN)),
     "MASTER_PORT is 70000": ({"MASTER_PORT": "70000"}, asked(starts=True)),
 }
 
@@ -440,3 +455,27 @@ def test_a_trainer_that_runs_nothing_may_have_any_number_of_nodes(monkeypatch: p
     assert isinstance(strategy.cluster_environment, LightningEnvironment)
     with pytest.raises(ValueError, match="num_nodes is 4, and MASTER_ADDR and MASTER_PORT not set"):
         start(devices=2, num_nodes=4, strategy=CustomDDPStrategy())
+
+
+class Unwilling:
+    """Answers no question about itself."""
+
+    def __getattr__(self, name: str) -> object:
+        raise RuntimeError(name)
+
+
+def test_a_value_that_cannot_be_shown_is_said_to_be_one() -> None:
+    endless: dict[str, object] = {}
+    endless["itself"] = endless
+    missing = OmegaConf.create({"a": "???"})
+    for value in (endless, missing, Unwilling()):
+        assert shown(value) == f"a {type(value).__qualname__} that cannot be shown"
+
+
+def test_the_order_of_a_mapping_says_nothing() -> None:
+    assert shown({"a": 1, "b": 2}) == shown({"b": 2, "a": 1})
+
+
+def test_what_one_rank_logs_is_no_setting() -> None:
+    told = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "ALL", "TORCH_LOGS": "+dynamo", "TORCH_TRACE": "/tmp/rank0"}
+    assert environment_settings(told | {"NCCL_ALGO": "Ring"}) == {"NCCL_ALGO": "Ring"}

@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -405,15 +407,27 @@ def test_a_port_that_another_program_holds_is_told_on_all_ranks() -> None:
     assert f"Expected an answer from 127.0.0.1:{port}, where rank 0 meets the others. Got none for rank 1" in one
 
 
-def _unknown_host() -> str:
+@ranks(2, init=False)
+def test_an_address_that_nobody_knows_is_refused_on_one_node() -> None:
     os.environ["MASTER_ADDR"] = "no-such-host.invalid"
-    pytest.MonkeyPatch().setattr(roll_call, "PATIENCE_S", 0.2)
-    return error_of(lambda: fit(strategy=CustomDDPStrategy(timeout=timedelta(seconds=2))))
+    with pytest.raises(
+        ValueError, match=r"MASTER_ADDR is no-such-host\.invalid, a name that this machine does not know"
+    ):
+        fit()
 
 
-def test_an_address_that_nobody_knows_is_told() -> None:
-    for message in run_ranks(_unknown_host, 2, init=False, timeout_s=WITHIN_S):
-        assert "the name no-such-host.invalid is not known on this machine" in message
+def test_an_address_that_nobody_knows_yet_is_waited_for_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On several nodes: a cluster may learn the names of its machines while they start."""
+    monkeypatch.setattr(roll_call, "PATIENCE_S", 0.2)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    meeting = roll_call.Meeting("no-such-host.invalid", 29500, world_size=2, timeout=timedelta(seconds=1))
+    silent = r"no-such-host\.invalid is not known on this machine"
+    with (
+        pytest.warns(UserWarning, match=f"Rank 1 waits for .*:29500 to answer: the name {silent}"),
+        pytest.raises(DDPPluginError, match=f"none for rank 1, process .*: the name {silent}"),
+        roll_call.roll_call(meeting, take_facts(1, {}), lambda of_ranks: []),
+    ):
+        raise AssertionError("nobody is there")
 
 
 def _slurm_job(port: int, devices: int) -> Any:
@@ -433,3 +447,17 @@ def test_a_slurm_job_trains_and_one_with_other_devices_does_not_begin() -> None:
     assert run_ranks(_slurm_job, 2, init=False, timeout_s=WITHIN_S, port=free_port(), devices=2) == [2, 2]
     for message in run_ranks(_slurm_job, 2, init=False, timeout_s=WITHIN_S, port=free_port(), devices=4):
         assert "SLURM has started 2 tasks, and the Trainer has devices=4 and num_nodes=1, which makes 4" in message
+
+
+class Configured(BoringModel):
+    """One whose hyperparameters are written down, and not all there yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        os.environ.pop("NOBODY_SETS_THIS", None)
+        self.save_hyperparameters(OmegaConf.create({"a": {"b": "???", "c": "${oc.env:NOBODY_SETS_THIS}"}, "d": 1}))
+
+
+@ranks(2, init=False)
+def test_hyperparameters_that_are_not_there_yet_stop_nobody(world_size: int) -> None:
+    trainer(max_steps=1).fit(Configured())

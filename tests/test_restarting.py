@@ -14,6 +14,7 @@ from saving import SaveCheckpoints, saved_steps
 from torch.utils.data import DataLoader
 
 from ddp_plugin import AutoResume, default_callbacks
+from ddp_plugin.checkpoints import RefusedCheckpointError, files
 from ddp_plugin.errors import DDPPluginError
 from tests.chaos.history import Start, Step, coverage_problems, surviving_steps
 from tests.chaos.killing import KINDS, Kill, draw_kills
@@ -118,6 +119,13 @@ def test_a_step_that_only_one_rank_made_is_noticed() -> None:
 # ------------------------------------------------------------------------------------------------ finding and resuming
 
 
+@dataclasses.dataclass
+class Allowed:
+    """A hyperparameter that torch does not know."""
+
+    value: int
+
+
 def fit(folder: Path, max_steps: int, *others: pl.Callback, **settings: Any) -> tuple[pl.Trainer, Model, AutoResume]:
     pl.seed_everything(11, verbose=False)
     model, resume = Model(), AutoResume(str(folder))
@@ -179,6 +187,46 @@ def test_a_folder_that_cannot_be_searched_is_said_on_all_ranks(tmp_path: Path) -
     path.touch()
     with pytest.raises(DDPPluginError, match="a folder of checkpoints at"):
         fit(path, 4)
+
+
+@ranks(1, 2, init=False)
+def test_types_that_are_refused_stop_a_restart_unless_they_are_allowed(tmp_path: Path, world_size: int) -> None:
+    """A whole checkpoint of Lightning's own is not passed over: the run would begin from nothing."""
+    run, _, _ = fit(tmp_path, 4)
+    if run.is_global_zero:
+        for path in tmp_path.glob("*.ckpt"):
+            torch.save(torch.load(path, weights_only=True) | {"hyper_parameters": {"path": Allowed(1)}}, path)
+    run.strategy.barrier()
+    with pytest.raises(RefusedCheckpointError, match="Allowed"):
+        fit(tmp_path, 6)
+    if world_size == 1:
+        _, _, resume = fit(tmp_path, 6, weights_only=False)
+        assert resume.step == 4
+
+
+@ranks(2, init=False)
+def test_what_killed_saves_have_left_is_removed_in_all_folders(tmp_path: Path) -> None:
+    run, _, _ = fit(tmp_path, 4)
+    run.strategy.barrier()
+    older = tmp_path / "lightning_logs" / "version_0" / "checkpoints"
+    if run.is_global_zero:
+        older.mkdir(parents=True)
+        with files._unfinished_file(older) as (path, _):
+            pass
+        path.write_bytes(b"of a writer that was killed")
+        assert path.exists()
+    run.strategy.barrier()
+    fit(tmp_path, 6)
+    assert list(older.iterdir()) == []
+
+
+@ranks(1, init=False)
+def test_a_trial_of_the_code_begins_anew(tmp_path: Path) -> None:
+    fit(tmp_path, 4)
+    resume = AutoResume(str(tmp_path))
+    run = trainer(callbacks=[*default_callbacks(), resume], fast_dev_run=True)
+    run.fit(Model(), DataLoader(Augmented(), batch_size=2))
+    assert (resume.step, run.global_step) == (None, 1)
 
 
 @ranks(1, init=False)

@@ -10,6 +10,8 @@ from lightning.fabric.utilities import rank_zero_info
 from ddp_plugin import _compat
 from ddp_plugin.callbacks._shell import control_group_of
 from ddp_plugin.checkpoints import newest_checkpoint
+from ddp_plugin.checkpoints.files import remove_leftovers
+from ddp_plugin.checkpoints.finding import folders_below
 from ddp_plugin.errors import DDPPluginError, explain
 from ddp_plugin.gather import broadcast_object
 
@@ -23,7 +25,8 @@ class AutoResume(pl.Callback):
     queue, by hand. Torn files are passed over, each with a sentence; see
     :func:`ddp_plugin.checkpoints.newest_checkpoint`. Rank 0 looks once the processes have found each other, and all
     take its answer, so ranks whose file systems lag behind, or that have no such file, cannot disagree. What is found,
-    or that nothing is, is said with its step.
+    or that nothing is, is said with its step. What earlier runs that were killed in a save have left in those folders
+    is removed; see :func:`ddp_plugin.checkpoints.files.remove_leftovers`. ``fast_dev_run`` begins anew.
 
     A checkpoint given to ``trainer.fit(ckpt_path=...)`` comes first. Other runs' checkpoints do not belong into the
     folder: the newest is taken, whoever wrote it.
@@ -55,6 +58,8 @@ class AutoResume(pl.Callback):
             return
         self.step = None
         group = control_group_of(self, trainer)
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # it tries the code, and has to end after a few steps
+            return
         _compat.choose_checkpoint(
             trainer, functools.partial(self._choose, self.folder or trainer.default_root_dir, group)
         )
@@ -66,6 +71,8 @@ class AutoResume(pl.Callback):
             try:
                 path = newest_checkpoint(folder)
                 found = None if path is None else str(path)
+                for each in folders_below(folder):
+                    remove_leftovers(each)
             except (OSError, ValueError, DDPPluginError) as error:
                 problem = str(error)
         found, problem = broadcast_object((found, problem), group)

@@ -8,9 +8,11 @@ import contextlib
 import hashlib
 import io
 import os
+import platform
 import secrets
 import shutil
 import sys
+import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +50,8 @@ __all__ = [
 _BUFFER_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 20
 # Lightning looks for "hpc_ckpt_" and "last" anywhere in a name, and takes digits out of it: none of these may occur.
-_UNFINISHED = ".ddp_plugin-{}.part"
+_UNFINISHED = ".ddp_plugin-{host}-{writer}.part"
+_ABANDONED_AFTER_S = 86400.0  # a whole day without a byte, so that clocks of two hosts need not agree
 
 
 def local_path(path: str | os.PathLike[str]) -> Path | None:
@@ -208,7 +211,7 @@ def _flush_folder(folder: Path) -> None:
 def _unfinished_file(folder: Path) -> Iterator[tuple[Path, io.FileIO]]:
     """Makes a file whose lock says that its writer lives; it is gone afterwards, unless it was renamed."""
     while True:
-        path = folder / _UNFINISHED.format(secrets.token_hex(8))
+        path = folder / _UNFINISHED.format(host=_host(), writer=secrets.token_hex(8))
         raw = open(path, "xb", buffering=0)  # noqa: SIM115  # unbuffered: no error comes late
         _lock(raw)
         if os.fstat(raw.fileno()).st_nlink:  # else somebody took it for a leftover before it was locked
@@ -219,6 +222,11 @@ def _unfinished_file(folder: Path) -> Iterator[tuple[Path, io.FileIO]]:
             yield path, raw
     finally:
         path.unlink(missing_ok=True)
+
+
+def _host() -> str:
+    """Returns what stands for this host in a file's name: hexadecimal, for a host may have any name."""
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:12]
 
 
 def _lock(file: IO[bytes]) -> bool:
@@ -235,6 +243,9 @@ def _lock(file: IO[bytes]) -> bool:
 def remove_leftovers(folder: Path) -> list[Path]:
     """Removes unfinished files whose writers were killed; those of writers that live are left alone.
 
+    A writer that lives holds a lock. On some shared file systems another host does not see it, so an unfinished file
+    of another host is removed only when nothing has been written to it for a day.
+
     Returns:
         What was removed.
 
@@ -242,9 +253,11 @@ def remove_leftovers(folder: Path) -> list[Path]:
         None.
     """
     removed = []
-    for path in folder.glob(_UNFINISHED.format("*")):
+    own = set(folder.glob(_UNFINISHED.format(host=_host(), writer="*")))
+    for path in folder.glob(_UNFINISHED.format(host="*", writer="*")):
         with contextlib.suppress(OSError), open(path, "r+b") as file:
-            if _lock(file):
+            idle_s = time.time() - os.fstat(file.fileno()).st_mtime
+            if (path in own or idle_s > _ABANDONED_AFTER_S) and _lock(file):
                 path.unlink()
                 removed.append(path)
     return removed

@@ -3,7 +3,7 @@
 import logging
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +11,14 @@ import torch
 
 from ddp_plugin.checkpoints.files import seal_of, verify
 from ddp_plugin.checkpoints.manifest import Damage
-from ddp_plugin.checkpoints.reading import DamagedCheckpointError, RefusedCheckpointError, load_file
+from ddp_plugin.checkpoints.reading import DamagedCheckpointError, RefusedCheckpointError, load_file, mentions
 from ddp_plugin.errors import explain
 
-__all__ = ["newest_checkpoint"]
+__all__ = ["folders_below", "newest_checkpoint"]
 
 _log = logging.getLogger(__name__)
+
+_RESUMES = frozenset({"state_dict", "optimizer_states"})  # what a checkpoint has from which a training can go on
 
 
 @dataclass(frozen=True)
@@ -31,21 +33,24 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
     The newest is the one that was written last; of two at the same time, the one after more steps. A file with a seal
     tells when that was, and has to have the hash in it; any other one, such as Lightning's own, is as old as the file
-    system says, and has to load with ``weights_only=True``. What is newer and cannot be taken is said in the log, one
-    sentence each: what was cut short or has changed, and what holds weights alone.
+    system says, and has to be whole. What is newer and cannot be taken is said in the log, one sentence each: what was
+    cut short or has changed, and what holds weights alone. A whole one that names code to be run is taken: whether that
+    is allowed is for the load to decide, and no older one is taken in its place.
 
     Nothing from any file is run. Every rank that calls this reads one whole file, so call it where the run is started,
     or on one rank; in a run, only the path that rank 0 passes to the Trainer counts.
 
     Args:
         folder: a folder on this machine, searched with all folders in it for ``*.ckpt``; SLURM's ``hpc_ckpt_*.ckpt``
-            and ``last.ckpt`` are among them. A link is followed if it leads out of the folder.
+            and ``last.ckpt`` are among them. A link, to a file or a folder, is followed if it leads out of the folder;
+            not so one to a folder that this one is in.
 
     Returns:
         The path, below ``folder`` as it was given.
 
     Raises:
         ValueError: ``folder`` is a file, or the address of another machine.
+        OSError: a folder cannot be listed, for another reason than the rights of this process.
         NewerFormatError: a later version of this package has written the newest one; an older one is not taken in its
             place.
 
@@ -61,22 +66,67 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     for candidate in candidates:
         if (problem := _problem(candidate)) is None:
             return candidate.path
-        _log.warning("%s is skipped: %s.", candidate.path, problem)
+        _skip(candidate.path, problem)
     return None
 
 
+def folders_below(folder: str | os.PathLike[str], denied: Callable[[OSError], None] | None = None) -> Iterator[Path]:
+    """Yields a folder and all folders in it, each once; links are followed as in :func:`newest_checkpoint`.
+
+    Args:
+        folder: on this machine; nothing is yielded where there is none.
+        denied: called with the error for a folder that this process may not list, and that is left out therefore.
+
+    Raises:
+        OSError: a folder cannot be listed, for another reason.
+
+    Collectives:
+        None.
+    """
+
+    def failed(error: OSError) -> None:
+        if isinstance(error, PermissionError):
+            if denied is not None:
+                denied(error)
+        elif not isinstance(error, (FileNotFoundError, NotADirectoryError)):  # it may have gone meanwhile
+            raise error
+
+    root = Path(folder).resolve()
+    seen = {root}
+    for name, children, _ in os.walk(folder, followlinks=True, onerror=failed):
+        yield Path(name)
+        above = {*root.parents, *Path(name).resolve().parents}
+        for child in sorted(children):
+            path = Path(name, child)
+            target = path.resolve()
+            is_needless = path.is_symlink() and (root in target.parents or target in above)
+            if target in seen or is_needless:  # what is below the root is met by its own name
+                children.remove(child)
+            else:
+                seen.add(target)
+
+
 def _candidates(folder: Path) -> Iterator[_Candidate]:
-    root = folder.resolve()
-    for path in folder.rglob("*.ckpt"):
+    folders = list(folders_below(folder, lambda error: _skip(error.filename, error.strerror)))
+    seen = {each.resolve() for each in folders}
+    for path in sorted(path for each in folders for path in each.glob("*.ckpt")):
         try:
-            if path.is_symlink() and root in path.resolve().parents and path.exists():
-                continue  # it is met by its own name
+            if path.is_symlink() and path.exists():
+                target = path.resolve()
+                if target.suffix == ".ckpt" and target.parent in seen:
+                    continue  # it is met by its own name
             if path.is_dir():
-                _log.warning("%s is skipped: it is a folder, and checkpoints of this package are files.", path)
-                continue
-            yield _look_at(path)
+                _skip(path, "it is a folder, and checkpoints of this package are files")
+            elif path.exists() and not path.is_file():
+                _skip(path, "it is no file")
+            else:
+                yield _look_at(path)
         except OSError as error:
-            _log.warning("%s is skipped: %s.", path, error.strerror or error)
+            _skip(path, error.strerror or str(error))
+
+
+def _skip(path: str | Path, problem: str | None) -> None:
+    _log.warning("%s is skipped: %s.", path, problem)
 
 
 def _look_at(path: Path) -> _Candidate:
@@ -104,11 +154,14 @@ def _problem(candidate: _Candidate) -> str | None:
         manifest = verify(path)
         if manifest is None:
             with open(path, "rb") as file:
-                outline = load_file(file, path, map_location="meta")
-            resumes = isinstance(outline, dict) and {"state_dict", "optimizer_states"} <= outline.keys()
+                try:
+                    outline = load_file(file, path, map_location="meta")
+                    resumes = isinstance(outline, dict) and outline.keys() >= _RESUMES
+                except RefusedCheckpointError:
+                    resumes = mentions(file, _RESUMES)
         else:
             resumes = manifest.resumes
-    except (Damage, DamagedCheckpointError, RefusedCheckpointError) as error:
+    except (Damage, DamagedCheckpointError) as error:
         return str(error).rstrip(".")
     except OSError as error:
         return str(error.strerror or error)

@@ -78,25 +78,38 @@ class Manifest:
 
     @classmethod
     def of(cls, checkpoint: object) -> "Manifest":
-        """Describes a checkpoint as Lightning builds it; of anything else it is known only when it was written."""
+        """Describes a checkpoint as Lightning builds it; of anything else it is known only when it was written.
+
+        A field that is missing, or that is not what Lightning and this package put there, is left at its default.
+        """
         now_s = time.time()
         if not isinstance(checkpoint, Mapping):
             return cls(saved_at_s=now_s)
         own = checkpoint.get("ddp_plugin")
-        run = own.get("run", {}) if isinstance(own, Mapping) else {}
+        run = own.get("run") if isinstance(own, Mapping) else None
+        run = run if isinstance(run, Mapping) else {}
+        world_size, comm_hook, versions = (run.get(name) for name in ("world_size", "comm_hook", "versions"))
         return cls(
-            step=int(checkpoint.get("global_step", 0)),
-            epoch=int(checkpoint.get("epoch", 0)),
+            step=_count(checkpoint.get("global_step")),
+            epoch=_count(checkpoint.get("epoch")),
             resumes="optimizer_states" in checkpoint,
             saved_at_s=now_s,
-            world_size=run.get("world_size"),
-            comm_hook=run.get("comm_hook"),
-            versions=dict(run.get("versions", {})),
+            world_size=world_size if isinstance(world_size, int) else None,
+            comm_hook=comm_hook if isinstance(comm_hook, str) else None,
+            versions={str(k): str(v) for k, v in versions.items()} if isinstance(versions, Mapping) else {},
         )
 
     def lines(self) -> bytes:
         """Returns the seal up to its digest: ASCII, of at most 65535 bytes together with it."""
         return _FIRST_LINE + json.dumps(asdict(self)).encode("ascii") + b"\nsha256 "
+
+
+def _count(value: object) -> int:
+    """Returns a number of steps or epochs; zero for what is none, for a seal keeps no checkpoint from being written."""
+    try:
+        return int(value)  # type: ignore[call-overload, no-any-return]
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one from tensors of several elements
+        return 0
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ import contextlib
 import io
 import os
 import pickle
+import pickletools
 import shutil
 import tempfile
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +25,7 @@ from ddp_plugin.checkpoints.manifest import Damage, NewerFormatError, Seal
 from ddp_plugin.errors import DDPPluginError, explain
 from ddp_plugin.gather import gather_objects
 
-__all__ = ["DamagedCheckpointError", "RefusedCheckpointError", "load_file", "read"]
+__all__ = ["DamagedCheckpointError", "RefusedCheckpointError", "load_file", "mentions", "read"]
 
 CHUNK_BYTES = 16 << 20
 """How much of a file travels in one broadcast."""
@@ -144,6 +146,26 @@ def load_file(
         if not weights_only:  # code that the file names has failed, or is not there
             raise
         raise _damaged(path, _first_line(error)) from error
+
+
+def mentions(file: IO[bytes], texts: Set[str]) -> bool:
+    """Whether all of these texts are somewhere in a file of ``torch.save``; nothing of it is loaded or run.
+
+    Args:
+        file: a whole archive, that can seek.
+        texts: such as keys that a file is expected to have.
+
+    Collectives:
+        None.
+    """
+    file.seek(0)
+    with zipfile.ZipFile(file) as archive:
+        [record] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        content = archive.read(record)
+    try:
+        return texts <= {argument for _, argument, _ in pickletools.genops(content) if isinstance(argument, str)}
+    except ValueError:  # it is no pickle
+        return False
 
 
 def _refused_names(file: IO[bytes], error: BaseException) -> list[str]:

@@ -16,6 +16,12 @@ LIGHTNING = "Lightning"
 OTHER = "another launcher"
 
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+_READ = {
+    TORCHRUN: _RANKS,
+    SLURM: ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES", "SLURM_LOCALID"),
+    LIGHTNING: (*_RANKS, "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", *_MPI_SIZES),
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ def contradictions(variables: Mapping[str, str], request: Request) -> list[str]:
     Reference:
         Lightning issues 20391, 17252 and 19883.
     """
-    numbers, complaints = _whole_numbers(variables)
+    numbers, complaints = _whole_numbers(variables, request.launcher)
     if complaints:
         return complaints
     if request.launcher == TORCHRUN:
@@ -65,20 +71,21 @@ def contradictions(variables: Mapping[str, str], request: Request) -> list[str]:
     return []
 
 
-def _whole_numbers(variables: Mapping[str, str]) -> tuple[dict[str, int], list[str]]:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "MASTER_PORT", *_MPI_SIZES)
-    slurm = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES", "SLURM_PROCID", "SLURM_LOCALID")
+def _whole_numbers(variables: Mapping[str, str], launcher: str) -> tuple[dict[str, int], list[str]]:
+    """Returns the variables that count for a launcher, as numbers; empty ones are unset."""
     numbers, complaints = {}, []
-    for name in (*names, *slurm, "SLURM_STEP_NUM_TASKS"):
-        value = variables.get(name)
-        if value is None:
+    for name in _READ.get(launcher, ()):
+        if not (value := variables.get(name)):
             continue
         try:
             numbers[name] = int(value)
         except ValueError:
             complaints.append(f"{name} is {value!r}, which is no whole number: correct it, or unset it")
-    if not 0 <= numbers.get("MASTER_PORT", 1) < 2**16:
-        complaints.append(f"MASTER_PORT is {numbers['MASTER_PORT']}, and ports end at 65535: choose another one")
+    if not 0 < numbers.get("MASTER_PORT", 1) < 2**16:
+        complaints.append(
+            f"MASTER_PORT is {numbers['MASTER_PORT']}, and ports go from 1 to 65535: choose one, or start with "
+            "torchrun --standalone"
+        )
     return numbers, complaints
 
 
@@ -124,10 +131,10 @@ def _local_rank_too_large(name: str, numbers: Mapping[str, int], request: Reques
 
 def _copies(variables: Mapping[str, str], numbers: Mapping[str, int], request: Request) -> list[str]:
     """Whether somebody has started many processes, each of which would begin a training of its own."""
-    if not request.starts_processes:
+    if not request.starts_processes or "SLURM_PTY_PORT" in variables:  # a shell: one process, whatever srun has set
         return []
-    num_tasks = numbers.get("SLURM_STEP_NUM_TASKS", numbers.get("SLURM_NTASKS", 1))
-    if "SLURM_PROCID" in numbers and num_tasks > 1 and "SLURM_PTY_PORT" not in variables:
+    num_tasks = numbers.get("SLURM_STEP_NUM_TASKS", 1)  # of srun; a batch script has SLURM_NTASKS, and is one process
+    if "SLURM_PROCID" in numbers and num_tasks > 1:
         return [
             f"srun has started {num_tasks} tasks, and Lightning takes this job for an interactive one "
             f"(SLURM_JOB_NAME={variables.get('SLURM_JOB_NAME')}), so each task would train alone: give the job another "

@@ -56,6 +56,7 @@ _LAUNCHER_NAMES = frozenset(
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "SLURM_")
 _ENVIRONMENT_NAMES = frozenset(("CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTHONHASHSEED"))
 _ENVIRONMENT_PREFIXES = ("NCCL_", "TORCH_", "GLOO_")
+_OF_A_LOG = ("TORCH_TRACE", "TORCH_LOGS", "NCCL_DEBUG")
 _OF_A_MACHINE = ("_IFNAME", "_HCA", "_FILE", "_DIR", "_PATH", "_HOME", "_PREFIX", "_ADDR", "_HOST_ID", "_HOSTID")
 _PACKAGES = ("torch", "lightning", "ddp_plugin", "torchmetrics", "numpy")
 _MOST_CHARACTERS = 160
@@ -117,12 +118,15 @@ def launcher_variables(variables: Mapping[str, str]) -> dict[str, str]:
 def environment_settings(variables: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that change what torch, NCCL and gloo do and say nothing about one machine alone.
 
-    Interfaces, files and folders may well have other names on another machine, and are left out.
+    Interfaces, files and folders may well have other names on another machine, and one rank may tell more than the
+    others: these are left out.
     """
     return {
         name: value
         for name, value in sorted(variables.items())
-        if (name in _ENVIRONMENT_NAMES or name.startswith(_ENVIRONMENT_PREFIXES)) and not name.endswith(_OF_A_MACHINE)
+        if (name in _ENVIRONMENT_NAMES or name.startswith(_ENVIRONMENT_PREFIXES))
+        and not name.endswith(_OF_A_MACHINE)
+        and not name.startswith(_OF_A_LOG)
     }
 
 
@@ -164,7 +168,10 @@ def shown(value: Any) -> str:
 
     A long text is cut, and ends in a digest of the whole.
     """
-    text = _words(value)
+    try:
+        text = _words(value)
+    except Exception:  # a value of anybody's: it may ask for what is missing, or hold itself
+        text = f"a {type(value).__qualname__} that cannot be shown"
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}… ({digest([text])[:8]})"
 
 
@@ -176,7 +183,7 @@ def _words(value: Any) -> str:
     if isinstance(value, Tensor):
         return repr(value.item()) if value.numel() == 1 and value.device.type == "cpu" else _tensor_words(value)
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_words(key)}: {_words(inner)}' for key, inner in value.items())}}}"
+        return f"{{{', '.join(sorted(f'{_words(key)}: {_words(inner)}' for key, inner in value.items()))}}}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_words, value))}]"
     if isinstance(value, (set, frozenset)):

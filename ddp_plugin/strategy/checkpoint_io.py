@@ -1,6 +1,7 @@
 """How Lightning writes and reads a checkpoint file, and the outcome of that as all ranks see it."""
 
 import inspect
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,12 @@ from ddp_plugin.errors import DDPPluginError, explain
 from ddp_plugin.gather import gather_objects
 
 __all__ = ["AgreedFiles", "SealedCheckpointIO"]
+
+_log = logging.getLogger(__name__)
+
+
+class _NotWrittenError(DDPPluginError):
+    """A file could not be written; what there is to say of it has been said, with its own path."""
 
 
 class SealedCheckpointIO(TorchCheckpointIO):
@@ -36,7 +43,8 @@ class SealedCheckpointIO(TorchCheckpointIO):
 
         Raises:
             TypeError: with ``storage_options``.
-            OSError: it cannot be written; what had this name before is as it was.
+            DDPPluginError: it cannot be written; what had this name before is as it was. The path and the cause are
+                in the message, for one that wraps this may raise it when another file's turn has come.
 
         Collectives:
             None.
@@ -45,7 +53,10 @@ class SealedCheckpointIO(TorchCheckpointIO):
             raise TypeError(
                 explain("no storage_options", repr(storage_options), "Pass a checkpoint_io of your own that uses them")
             )
-        write(checkpoint, path)
+        try:
+            write(checkpoint, path)
+        except Exception as error:
+            raise _NotWrittenError(why_not_written(error, path)) from error
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:
         """Reads a checkpoint in this process alone; see :func:`ddp_plugin.checkpoints.reading.read`.
@@ -59,6 +70,20 @@ class SealedCheckpointIO(TorchCheckpointIO):
             None.
         """
         return read(path, map_location=map_location, weights_only=weights_only is not False)
+
+
+def _in_words(failure: BaseException) -> str:
+    """Says how a save in the background failed; which file it was, only this package's own one says."""
+    if isinstance(failure, _NotWrittenError):
+        return str(failure)
+    got = f"{type(failure).__name__}: {failure}"
+    return explain("to write a checkpoint in the background", got, "Correct the cause; a checkpoint is missing")
+
+
+def _is_interrupted(strategy: DDPStrategy) -> bool:
+    """Whether this rank has left the run by an exception, of which the others may know nothing."""
+    module = strategy.lightning_module
+    return module is not None and module.trainer.interrupted
 
 
 class AgreedFiles(DDPStrategy):
@@ -90,7 +115,8 @@ class AgreedFiles(DDPStrategy):
 
         Raises:
             DDPPluginError: on all ranks, with the path, the cause and the room that is left. After an exception that
-                ended the run on some rank it is raised on rank 0 alone, for the others may not come any more.
+                ended the run on some rank it is raised on rank 0 alone, for the others may not come any more. Where
+                ``AsyncCheckpointIO`` writes, it may be about an earlier file.
 
         Collectives:
             One object gather on the control group, on every rank.
@@ -101,15 +127,39 @@ class AgreedFiles(DDPStrategy):
                 self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             except Exception as error:
                 failure = error
-        group, module = self._all_ranks(), self.lightning_module
-        if module is not None and module.trainer.interrupted:
-            group = None
+                _compat.finish_saves(self.checkpoint_io)  # what is raised here is not to come again
+        group = None if _is_interrupted(self) else self._all_ranks()
         if group is None and failure is not None and not isinstance(failure, OSError):
             raise failure
-        text = None if failure is None else why_not_written(failure, filepath)
+        text = str(failure) if isinstance(failure, _NotWrittenError) else None
+        if text is None and failure is not None:
+            text = why_not_written(failure, filepath)
         for told in gather_objects(text, group):
             if told is not None:
                 raise DDPPluginError(told) from failure
+
+    def finish_saves(self) -> None:
+        """Waits for the files that rank 0 still writes in the background; if one has failed, it fails on all ranks.
+
+        Raises:
+            DDPPluginError: on all ranks, with the path and the cause.
+
+        Collectives:
+            With an ``AsyncCheckpointIO`` one object gather on the control group, on every rank; otherwise none.
+        """
+        if not _compat.saves_in_background(self.checkpoint_io):
+            return
+        failure = _compat.finish_saves(self.checkpoint_io)
+        text = None if failure is None else _in_words(failure)
+        for told in gather_objects(text, self._all_ranks()):
+            if told is not None:
+                raise DDPPluginError(told) from failure
+
+    def teardown(self) -> None:
+        """Ends the run. After an exception, files that could not be written in the background are a line in the log."""
+        if _is_interrupted(self) and (failure := _compat.finish_saves(self.checkpoint_io)) is not None:
+            _log.error("%s", _in_words(failure))  # raised, it would take the place of what ended the run
+        super().teardown()
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Removes a checkpoint on rank 0; one for which a newer one is still being written goes when that is whole."""

@@ -1,7 +1,8 @@
 """Before the first step: the ranks say how they were started and set up, and do not start where they differ."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.trainer.states import TrainerFn
+from omegaconf import DictConfig, OmegaConf
 
 from ddp_plugin import _compat
 from ddp_plugin.errors import DDPPluginError, explain
@@ -87,8 +89,8 @@ class Preflight(OwnGroup):
         """Compares what the launcher has set with what the Trainer was given, in the process that begins a run.
 
         Raises:
-            ValueError: they cannot go together; or Lightning is about to start processes that would meet at a port
-                which is taken.
+            ValueError: they cannot go together; or the processes would meet at a name that nobody knows, or Lightning
+                is about to start some that would meet at a port which is taken.
 
         Collectives:
             None.
@@ -102,6 +104,9 @@ class Preflight(OwnGroup):
             starts_processes=not origin.creates_processes_externally,
         )
         found = environment.contradictions(os.environ, request)
+        address = os.environ.get("MASTER_ADDR")
+        if not found and address and self.num_nodes == 1 and environment.is_this_machine(address) is None:
+            found = [f"MASTER_ADDR is {address}, a name that this machine does not know: correct it, or unset it"]
         if not found and request.starts_processes and origin.node_rank() == 0 and not dist.is_initialized():
             port = os.environ.get("MASTER_PORT")
             if port is not None and not environment.is_port_free(int(port)):
@@ -332,11 +337,12 @@ def _options(trainer: Any, module: LightningModule) -> Iterator[tuple[str, str]]
             yield f"callback {name}", "there"
         for option in _constructor_arguments(type(callback)) if name != "PerRankSeed" else ():  # it asks itself
             value = vars(callback).get(option)
-            if isinstance(value, (bool, int, float, str)):
+            if isinstance(value, (bool, int, float, str)) and not option.endswith(("dir", "path", "dirpath")):
                 yield f"{option} of {name}", facts.shown(value)
     for owner in (module, getattr(trainer, "datamodule", None)):
-        for name, value in getattr(owner, "hparams", {}).items():
-            yield f"hyperparameter {name}", facts.shown(value)
+        for name, value in _plain(getattr(owner, "hparams", {})).items():
+            if not isinstance(value, PurePath):  # a machine's own
+                yield f"hyperparameter {name}", facts.shown(value)
     names = {type(callback).__qualname__ for callback in trainer.callbacks}
     if trainer.state.fn == TrainerFn.FITTING and not names & set(_MEASURES_BATCHES):
         sizes = [getattr(loader, "batch_size", None) for loader in _compat.given_train_loaders(trainer)]
@@ -344,6 +350,13 @@ def _options(trainer: Any, module: LightningModule) -> Iterator[tuple[str, str]]
             yield "batch size", facts.shown(sizes)
     if "PerRankSeed" not in names:
         yield "PL_GLOBAL_SEED", str(os.environ.get("PL_GLOBAL_SEED"))
+
+
+def _plain(hyperparameters: Any) -> Mapping[str, Any]:
+    """Returns hyperparameters as they are written; one of OmegaConf's may be missing, or stand for something unset."""
+    if isinstance(hyperparameters, DictConfig):
+        hyperparameters = OmegaConf.to_container(hyperparameters, resolve=False)
+    return hyperparameters if isinstance(hyperparameters, Mapping) else {}
 
 
 def _constructor_arguments(kind: type) -> list[str]:

@@ -138,14 +138,15 @@ class Stopping(ExplainedCheckpoints):
         return replaced(dataloader, worker_init_fn=shield)
 
     def on_train_end(self) -> None:
-        """Writes the checkpoint that was asked for, if the time is up.
+        """Writes the checkpoint that was asked for, if the time is up; and waits for what is written in the background.
 
         Collectives:
-            Those of a save.
+            Those of a save and of :meth:`finish_saves`.
         """
         super().on_train_end()
         if self._moments is not None:
             self._moments.after_training()
+        self.finish_saves()
 
     def on_exception(self, exception: BaseException) -> None:
         """Forgets signals: they have been answered, or the run fails anyway."""
@@ -339,6 +340,7 @@ class _Moments:
         trainer: Any = self._trainer  # its attributes are set by connectors
         if is_asked and self._has_trained and self._is_inside_fit and not trainer.fast_dev_run:
             trainer.save_checkpoint(gather_objects(path(), self._group)[0])
+            self._strategy.finish_saves()  # the run ends, or is queued again, with this file whole
 
     def _stop_path(self) -> str:
         callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set by a connector

@@ -35,6 +35,7 @@ class Supervised(Stopping):
 
     _pulse: Pulse | None = None
     _failures: FailureWatch | None = None
+    _is_guarded = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -68,13 +69,18 @@ class Supervised(Stopping):
         _compat.guard_launched(self._launcher, self._run_guarded, before=self.refuse_contradictions)
 
     def _run_guarded(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._is_guarded = True
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            self._end_supervision()
+            return result
         except BaseException as error:  # before Lightning lets callbacks know, which may wait for other ranks
             to_raise = error if self._failures is None else self._failures.raised(error, _compat.hook_of(error))
             if to_raise is error:
                 raise
             raise to_raise from error
+        finally:
+            self._is_guarded = False
 
     def setup_environment(self) -> None:
         """Starts the processes' group, and tells from here on what this process is doing.
@@ -94,11 +100,17 @@ class Supervised(Stopping):
             self._pulse.add(self._failures, every_s=max(0.2, self.world_size / LOOKS_PER_S))
 
     def teardown(self) -> None:
-        """Ends the run; nothing is told any more.
+        """Ends the run, and with it what is told to others, unless hooks follow that Lightning calls later.
 
         Collectives:
             None; rank 0 waits until the others come here too, 10 s at most.
         """
+        if not self._is_guarded:
+            self._end_supervision()
+        super().teardown()
+
+    def _end_supervision(self) -> None:
+        """Tells the others that this rank's run is over, after ``on_fit_end`` and the callbacks' ``teardown``."""
         if self._failures is not None:
             self._failures.over()
             self._failures = None
@@ -107,7 +119,6 @@ class Supervised(Stopping):
             atexit.unregister(self._pulse.stop)
             self._pulse.board.close()
             self._pulse = None
-        super().teardown()
 
     # ------------------------------------------------------------------------------------------------------ one step
 

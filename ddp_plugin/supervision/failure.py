@@ -26,7 +26,7 @@ def is_consequence(error: BaseException | None) -> bool:
     Collectives:
         None.
     """
-    return isinstance(error, RuntimeError | OSError) and _BROKEN.search(str(error)) is not None
+    return isinstance(error, RuntimeError | OSError) and _BROKEN.search(_message(error)) is not None
 
 
 def describe(note: Mapping[str, Any], is_for_all: bool = False) -> str:
@@ -77,6 +77,13 @@ def describe_at_length(note: Mapping[str, Any]) -> str:
 
 def one_line(error: BaseException) -> str:
     """Returns an exception's type and message on one line of bounded length."""
-    words = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    words = " ".join(f"{type(error).__name__}: {_message(error)}".split()).removesuffix(":")
     half = _MAX_LENGTH // 2  # of a worker's error the end says what it was
     return words if len(words) <= _MAX_LENGTH else f"{words[:half]} … {words[-half:]}"
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # anybody's class
+        return "<its str() failed>"

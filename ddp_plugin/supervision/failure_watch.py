@@ -163,7 +163,7 @@ class FailureWatch:
 
         Rank 0 waits for the others, 10 s at most, and then says that it goes: its process may hold the store.
         """
-        if self._first is not None or self._is_over:
+        if self._first is not None or self._is_over or self._is_leaving.is_set():
             return
         with contextlib.suppress(BoardLostError):
             self._is_over = self._board.rank != 0
