@@ -181,7 +181,7 @@ PLACES = {
     "worker": "at step 0 in a data loader: ValueError: Caught ValueError in DataLoader worker process 0.",
     "on_fit_end": "at step 8 in Hooks.on_fit_end: ValueError: the first one",
     "stop": "at step 2 in training_step: DDPPluginError: CustomDDPStrategy.training_step raised StopIteration",
-    "stop validation": "at step 8, validate batch 2 in validation_step: DDPPluginError: CustomDDPStrategy.validation_step",
+    "stop validation": "at step 8, validate batch 2 in validation_step: DDPPluginError: CustomDDPStrategy.valid",
     "unspeakable": "at step 2 in training_step: UnspeakableError: <its str() failed>",
     "lane": "at step 2 in backward: RuntimeError: Got the following error when running the callback: ValueError: the",
 }

@@ -109,7 +109,7 @@ def test_a_resumed_run_ends_with_the_bits_of_the_uninterrupted_one(name: str, tm
 
 def resumed_from(name: str, checkpoint: bytes) -> bytes:
     path = f"/tmp/resumed-{os.environ['MASTER_PORT']}.ckpt"
-    is_first = dist.get_rank() == 0  # who alone reads it
+    is_first = os.environ["RANK"] == "0"  # who alone reads it
     if is_first:
         Path(path).write_bytes(checkpoint)
     try:
