@@ -216,7 +216,7 @@ def test_a_save_that_failed_in_the_background_keeps_the_old_one(tmp_path: Path) 
 
 
 class FillsTheDisk(pl.Callback):
-    """Takes all room after a step, and lets nothing be written in the background before ``until`` steps are done."""
+    """Takes all room after a step, and lets nothing be written in the background before ``until`` steps, or all, are done."""
 
     def __init__(self, path: Path, step: int, until: int) -> None:
         self.path, self.step, self.until, self.may_write = path, step, until, threading.Event()
@@ -232,6 +232,9 @@ class FillsTheDisk(pl.Callback):
         if trainer.global_step == self.until:
             self.may_write.set()
 
+    def on_train_end(self, *_: Any) -> None:
+        self.may_write.set()
+
 
 @pytest.mark.parametrize("num_steps", [3, 9])
 def test_a_disk_that_fills_up_while_it_is_written_in_the_background(small_disk: Path, num_steps: int) -> None:
@@ -240,7 +243,7 @@ def test_a_disk_that_fills_up_while_it_is_written_in_the_background(small_disk: 
 
 def fill_the_disk_in_the_background(folder: Path, num_steps: int) -> None:
     """Noticed at a later save, or at the end of the fit: on all ranks, with the path of the file that failed."""
-    fills = FillsTheDisk(folder / "filler", 2, min(num_steps, 4))
+    fills = FillsTheDisk(folder / "filler", 2, until=4)
 
     class Waits(SealedCheckpointIO):
         def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:

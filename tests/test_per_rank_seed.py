@@ -3,6 +3,7 @@
 import inspect
 import os
 import random
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,7 @@ def test_a_seed_that_depends_on_the_rank_is_refused_on_every_rank() -> None:
 
 
 def _seen(by_rank: bool) -> list[int]:
+    warnings.filterwarnings("ignore", message="The ranks are not set up alike: PL_GLOBAL_SEED")
     pl.seed_everything(int(os.environ["RANK"]) if by_rank else 0, verbose=False)
     return _fit(DataLoader(Augmented(), batch_size=1, shuffle=True), max_epochs=1, tells_epoch=False).order[0]
 

@@ -83,7 +83,10 @@ def _in_words(failure: BaseException) -> str:
 def _is_interrupted(strategy: DDPStrategy) -> bool:
     """Whether this rank has left the run by an exception, of which the others may know nothing."""
     module = strategy.lightning_module
-    return module is not None and module.trainer.interrupted
+    try:
+        return module is not None and module.trainer.interrupted
+    except RuntimeError:  # a run that was refused before the module had its Trainer
+        return False
 
 
 class AgreedFiles(DDPStrategy):
