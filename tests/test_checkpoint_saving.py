@@ -205,7 +205,8 @@ def test_a_save_that_failed_in_the_background_keeps_the_old_one(tmp_path: Path) 
     io = AsyncCheckpointIO()
     run = fit(Model(), epochs=1, strategy=CustomDDPStrategy(checkpoint_io=io))
     run.save_checkpoint(tmp_path / "old.ckpt")
-    io.save_checkpoint({"lock": threading.Lock()}, tmp_path / "new.ckpt")
+    with contextlib.suppress(DDPPluginError):  # it may fail before the call returns
+        io.save_checkpoint({"lock": threading.Lock()}, tmp_path / "new.ckpt")
     run.strategy.remove_checkpoint(tmp_path / "old.ckpt")
     with pytest.raises(DDPPluginError, match=r"new\.ckpt\. Got TypeError: .*pickle"):
         io.teardown()
@@ -213,10 +214,18 @@ def test_a_save_that_failed_in_the_background_keeps_the_old_one(tmp_path: Path) 
     io._error = None
     run.strategy.remove_checkpoint(tmp_path / "old.ckpt")
     assert list(tmp_path.iterdir()) == []
+    with contextlib.suppress(DDPPluginError):  # it may fail before the call returns
+        io.save_checkpoint({"lock": threading.Lock()}, tmp_path / "new.ckpt")
+    io._executor.submit(int).result()  # type: ignore[union-attr]
+    with pytest.raises(DDPPluginError, match=r"new\.ckpt\. Got TypeError"):
+        run.save_checkpoint(tmp_path / "a.ckpt")
+    run.save_checkpoint(tmp_path / "b.ckpt")  # it is not said twice
+    run.strategy.finish_saves()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt", "b.ckpt"]
 
 
 class FillsTheDisk(pl.Callback):
-    """Takes all room after a step, and lets nothing be written in the background before ``until`` steps, or all, are done."""
+    """Takes all room after a step, and lets nothing be written in the background until others, or all, are done."""
 
     def __init__(self, path: Path, step: int, until: int) -> None:
         self.path, self.step, self.until, self.may_write = path, step, until, threading.Event()
@@ -271,11 +280,11 @@ def fill_the_disk_in_the_background(folder: Path, num_steps: int) -> None:
     assert sorted(os.listdir(folder)) == ["filler", "step=1.ckpt"]
 
 
-@ranks(2, init=False)
+@ranks(1, init=False)
 def test_a_failed_save_does_not_take_the_place_of_what_ended_the_run(tmp_path: Path) -> None:
     class Fails(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.is_global_zero:
+            with contextlib.suppress(DDPPluginError):  # it may fail before the call returns
                 trainer.strategy.checkpoint_io.save_checkpoint({"lock": threading.Lock()}, tmp_path / "new.ckpt")
             raise KeyError("the user's own")
 
@@ -284,7 +293,7 @@ def test_a_failed_save_does_not_take_the_place_of_what_ended_the_run(tmp_path: P
     with pytest.raises(KeyError, match="the user's own"):
         fit(Model(), epochs=1, strategy=CustomDDPStrategy(checkpoint_io=AsyncCheckpointIO()), callbacks=[Fails()])
     texts = [record.getMessage() for record in said.buffer]
-    assert [f"{tmp_path}/new.ckpt. Got TypeError" in text for text in texts] == [True] * (os.environ["RANK"] == "0")
+    assert [f"{tmp_path}/new.ckpt. Got TypeError" in text for text in texts] == [True]
 
 
 @ranks(2, init=False)

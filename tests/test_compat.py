@@ -1,7 +1,7 @@
 """Notices when a private name that the package leans on moves."""
 
 import inspect
-import time
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -357,18 +357,20 @@ def test_what_wraps_a_checkpoint_io_and_saves_in_the_background() -> None:
 
     class FailsOnce(TorchCheckpointIO):
         def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-            time.sleep(0.05)
             if checkpoint:
+                may_fail.wait()
                 raise ValueError(path)
 
     assert not _compat.saves_in_background(inner)
     assert _compat.finish_saves(inner) is None
-    saves = AsyncCheckpointIO(FailsOnce())
+    saves, may_fail = AsyncCheckpointIO(FailsOnce()), threading.Event()
     for outer in (saves, _WrappingCheckpointIO(saves)):
         assert _compat.saves_in_background(outer)
         assert _compat.finish_saves(outer) is None
+        may_fail.clear()
         saves.save_checkpoint({"a": 1}, "first")
         saves.save_checkpoint({}, "second")
+        threading.Timer(0.05, may_fail.set).start()
         assert str(_compat.finish_saves(outer)) == "first"
         assert saves._error is None
         saves.teardown()
