@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -56,6 +56,10 @@ def run_self_test(backend: str = "gloo") -> SelfTest:
         port = probe.getsockname()[1]
         probe.close()
         answer = Path(folder) / "answer.json"
+
+        def words_of(rank: int) -> Path:
+            return Path(folder) / f"rank-{rank}"
+
         inherited = {
             name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC"))
         }
@@ -71,9 +75,12 @@ def run_self_test(backend: str = "gloo") -> SelfTest:
                 "OMP_NUM_THREADS": "1",
             }
             command = [sys.executable, "-m", "ddp_plugin.doctor.self_test", backend, str(answer)]
-            pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-            started.append(subprocess.Popen(command, env=inherited | place, text=True, **pipes))  # type: ignore[call-overload]
-        failure = _wait(started)
+            with words_of(rank).open("w") as words:
+                started.append(subprocess.Popen(command, env=inherited | place, stdout=words, stderr=words))
+        failed, is_late = _wait(started)
+        if is_late:
+            return SelfTest({}, None, f"they did not meet or did not finish within {_PATIENCE_S:g} s")
+        failure = None if failed is None else _last_line(words_of(failed), started[failed].returncode)
         if failure is not None or not answer.is_file():
             return SelfTest({}, None, failure or "the processes ended without an answer")
         told = json.loads(answer.read_text())
@@ -81,27 +88,31 @@ def run_self_test(backend: str = "gloo") -> SelfTest:
         return SelfTest(told["works"], fit(measured))
 
 
-def _wait(started: list["subprocess.Popen[str]"]) -> str | None:
-    """Waits until all processes are over or one has failed; ends those that stay, and returns why if any failed."""
+def _wait(started: Sequence["subprocess.Popen[bytes]"]) -> tuple[int | None, bool]:
+    """Waits until all processes are over, one has failed or the time is up, and ends those that stay.
+
+    Returns:
+        The number of one that failed, and whether the time was up first.
+    """
     ends_s = time.monotonic() + _PATIENCE_S
     try:
-        while any(process.poll() is None for process in started):
-            failed = [process for process in started if process.poll() not in (None, 0)]
-            if failed or time.monotonic() > ends_s:
-                break
+        while True:
+            statuses = [process.poll() for process in started]
+            failed = [number for number, status in enumerate(statuses) if status not in (None, 0)]
+            if failed or None not in statuses:
+                return (failed[0] if failed else None), False
+            if time.monotonic() > ends_s:
+                return None, True
             time.sleep(0.05)
-        else:
-            failed = [process for process in started if process.returncode != 0]
-        if not failed:
-            late = any(process.poll() is None for process in started)
-            return f"they did not meet or did not finish within {_PATIENCE_S:g} s" if late else None
-        told = failed[0].communicate()[1].strip().splitlines()
-        return told[-1] if told else f"exit status {failed[0].returncode}"
     finally:
         for process in started:
             if process.poll() is None:
                 process.kill()
-            process.communicate()
+            process.wait()
+
+
+def _last_line(file: Path, status: int) -> str:
+    return next(reversed(file.read_text().strip().splitlines()), f"exit status {status}")
 
 
 def _exchange(backend: str, answer: Path) -> None:
