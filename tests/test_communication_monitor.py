@@ -22,7 +22,7 @@ from ddp_plugin.timeline.picture import draw_timeline, typical_step
 from ddp_plugin.timeline.steps import BucketSpan, Phase, StepTimeline, steady, summarize
 from tests.delays import BUCKET_CAP_MB, LAYER_BYTES, NUM_LAYERS, Delayed, Samples, loader
 from tests.harness import ranks, trainer
-from tests.test_straggler_monitor import ExchangingParameters, Numbers, same_on_all_ranks
+from tests.test_straggler_monitor import Numbers, exchanging_parameters, same_on_all_ranks
 
 SLACK_S = 0.004  # of the shortest of some steps: other programs on the machine make steps longer, never shorter
 
@@ -169,17 +169,16 @@ def test_accumulation_reduces_once_a_step_and_the_rest_is_exchanged_at_the_end()
 @ranks(2, init=False)
 def test_hooks_that_exchange_parameters_are_said_to_have_no_buckets() -> None:
     watch, said = CommunicationMonitor(every_n_steps=4), []
-    ExchangingParameters.comm_hook.wire_bytes = lambda contents, world_size, rank: 8 * contents.num_elements
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ddp_plugin.callbacks._recording.rank_zero_info", said.append)
-        fit(Delayed(base_s=0.0), loader(8), watch, strategy=ExchangingParameters())
+        fit(Delayed(base_s=0.0), loader(8), watch, strategy=exchanging_parameters())
     assert len(said) == 1
     assert "times steps, but no communication, with comm_hook='local_sgd'" in said[0]
     report = watch.last_report
     assert report is not None
     assert report.buckets == ()
     assert report.exposed_s == report.allreduce_s == 0.0
-    assert report.sent_bytes == NUM_LAYERS * LAYER_BYTES * 2 // 8  # once in eight steps
+    assert report.sent_bytes == NUM_LAYERS * LAYER_BYTES // 8  # once in eight steps, by two ranks
 
 
 @ranks(2, init=False)

@@ -373,11 +373,8 @@ def test_buckets_that_change_in_a_new_wrap() -> None:
     assert not any("layers.0." in name for name in before)
 
 
-class ExchangingParameters(CustomDDPStrategy):
-    """As if its hook exchanged parameters."""
-
-    class comm_hook:
-        name, period, synchronises = "local_sgd", 8, "parameters"
+def exchanging_parameters() -> CustomDDPStrategy:
+    return CustomDDPStrategy(comm_hook={"name": "local_sgd", "period": 8, "start_step": 0})
 
 
 @ranks(2, init=False)
@@ -386,7 +383,7 @@ def test_it_says_where_it_has_nothing_to_compare() -> None:
     watch = monitor()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ddp_plugin.callbacks._recording.rank_zero_info", said.append)
-        fit(Delayed("forward", DELAY_S), loader(11), watch, strategy=ExchangingParameters())
+        fit(Delayed("forward", DELAY_S), loader(11), watch, strategy=exchanging_parameters())
     assert watch.reports == []
     assert len(said) == 1
     assert said[0].startswith("StragglerMonitor has nothing to compare with comm_hook='local_sgd'")
