@@ -4,15 +4,15 @@ All numbers are computed from sizes alone; the model may live on the meta device
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from omegaconf import DictConfig
-from torch import Tensor, nn
+from torch import nn
 
 from ddp_plugin.errors import explain
 from ddp_plugin.learning_rate import EffectiveBatch, num_accumulated_for
+from ddp_plugin.planning.memory import PRECISIONS, activation_bytes, memory_bytes
 
 __all__ = [
     "Plan",
@@ -27,18 +27,6 @@ __all__ = [
     "stored_dtype",
     "table",
 ]
-
-# The type of a weight and its gradient, and the type that matrix products are computed in.
-_PRECISIONS = {
-    "64-true": (torch.float64, torch.float64),
-    "32-true": (torch.float32, torch.float32),
-    "bf16-mixed": (torch.float32, torch.bfloat16),
-    "16-mixed": (torch.float32, torch.float16),
-    "bf16-true": (torch.bfloat16, torch.bfloat16),
-    "16-true": (torch.float16, torch.float16),
-}
-# Tensors of the weight's size and type that an optimizer keeps for each parameter.
-_OPTIMIZER_TENSORS = {"adamw": 2, "sgd_momentum": 1, "sgd": 0}
 
 
 @dataclass(frozen=True)
@@ -199,8 +187,8 @@ def resolve_precision(precision: str, accelerator: str) -> str:
     if precision == "auto":
         on_gpu = accelerator != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         precision = "bf16-mixed" if on_gpu else "32-true"
-    if precision not in _PRECISIONS:
-        known = ["auto", *_PRECISIONS]
+    if precision not in PRECISIONS:
+        known = ["auto", *PRECISIONS]
         raise ValueError(explain(f"trainer.precision to be one of {known}", repr(precision), "Choose one of these"))
     return precision
 
@@ -214,7 +202,7 @@ def compute_dtype(precision: str) -> torch.dtype:
     Collectives:
         None.
     """
-    return _PRECISIONS[precision][1]
+    return PRECISIONS[precision][1]
 
 
 def stored_dtype(precision: str) -> torch.dtype:
@@ -229,79 +217,4 @@ def stored_dtype(precision: str) -> torch.dtype:
     Collectives:
         None.
     """
-    return _PRECISIONS[precision][0]
-
-
-def memory_bytes(
-    num_parameters: int,
-    precision: str,
-    optimizer: str,
-    *,
-    distributed: bool = True,
-    gradient_as_bucket_view: bool = False,
-    activations: int = 0,
-) -> dict[str, int]:
-    """Estimates the memory of one process by what it holds; the allocator's slack and CUDA's context come on top.
-
-    Args:
-        num_parameters: parameters, all of them trainable.
-        precision: a resolved precision, see :func:`resolve_precision`.
-        optimizer: ``"adamw"``, ``"sgd_momentum"`` or ``"sgd"``.
-        distributed: whether DDP wraps the model, and so keeps buckets of all gradients.
-        gradient_as_bucket_view: whether gradients live in those buckets instead of beside them.
-        activations: bytes saved for the backward, see :func:`activation_bytes`.
-
-    Returns:
-        Bytes by name, in the order in which they come into being.
-
-    Raises:
-        ValueError: an unknown precision or optimizer.
-
-    Collectives:
-        None.
-    """
-    for name, value, known in (
-        ("precision", precision, list(_PRECISIONS)),
-        ("optimizer", optimizer, list(_OPTIMIZER_TENSORS)),
-    ):
-        if value not in known:
-            raise ValueError(explain(f"{name} to be one of {known}", repr(value), "Choose one of these"))
-    stored, computed = _PRECISIONS[precision]
-    weight_bytes = gradient_bytes = stored.itemsize
-    autocast_bytes = 0 if computed == stored else computed.itemsize  # copies for the forward and the backward
-    has_buckets = distributed and not gradient_as_bucket_view
-    return {
-        "weights": num_parameters * weight_bytes,
-        "autocast copies": num_parameters * autocast_bytes,
-        "activations": activations,
-        "gradients": num_parameters * gradient_bytes,
-        "DDP buckets": num_parameters * gradient_bytes if has_buckets else 0,
-        "optimizer": num_parameters * weight_bytes * _OPTIMIZER_TENSORS[optimizer],
-    }
-
-
-def activation_bytes(module: nn.Module, loss: Callable[[], Tensor]) -> int:
-    """Counts the bytes that one eager forward saves for its backward; on the meta device nothing is computed for that.
-
-    Args:
-        module: the model; its parameters are not counted. Cast it to a mixed precision's lower type to estimate that.
-        loss: runs the model on tensors of the same device and returns the loss.
-
-    Returns:
-        Bytes of the distinct storages that autograd holds.
-
-    Collectives:
-        None.
-    """
-    own = {id(storage): storage for storage in (parameter.untyped_storage() for parameter in module.parameters())}
-    saved: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if id(storage) not in own:
-            saved[id(storage)] = storage  # held, as those in own, so that no other storage can take the same id
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss()
-    return sum(storage.nbytes() for storage in saved.values())
+    return PRECISIONS[precision][0]

@@ -283,7 +283,7 @@ def test_precision() -> None:
     with pytest.raises(ValueError, match=r"trainer\.precision to be one of"):
         resolve_precision("bf17", "cpu")
     with pytest.raises(ValueError, match="optimizer to be one of"):
-        memory_bytes(1, "32-true", "adam")
+        memory_bytes(1, "32-true", "adagrad")
 
 
 # -------------------------------------------------------------------------------------------------------- optimizer
