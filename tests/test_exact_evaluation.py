@@ -523,16 +523,20 @@ def test_the_order_hash_depends_on_the_order_and_not_on_the_ranks() -> None:
     assert len({value for run in straight for value in run}) == len({value for run in shuffled for value in run}) == 1
 
 
+class EndsEarly(Numbers):
+    """Says that it is over where the second batch of each of two ranks begins."""
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        if index in (2, 6):
+            raise StopIteration
+        return super().__getitem__(index)
+
+
 @ranks(2, init=False)
 def test_an_evaluation_that_is_cut_short_is_not_reported_as_exact() -> None:
-    class Skips(Probe):
-        def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            if batch_idx == 1:
-                raise StopIteration
-
     run = trainer(callbacks=[ExactEvaluation()])
     with pytest.raises(EvaluationMismatchError, match="8 samples in 4 batches"):
-        run.validate(Skips(), DataLoader(Numbers(8), batch_size=2), verbose=False)
+        run.validate(Probe(), DataLoader(EndsEarly(8), batch_size=2), verbose=False)
 
 
 # ------------------------------------------------------------------------------------------------- metrics and ghosts

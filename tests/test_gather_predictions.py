@@ -16,7 +16,7 @@ from ddp_plugin import GatherPredictions
 from ddp_plugin.errors import EvaluationMismatchError
 from ddp_plugin.predictions import Predictions, PredictionWriter, read_predictions, split_batch
 from tests.harness import ranks, trainer
-from tests.test_exact_evaluation import EveryThird, Numbers, Stream, _loader
+from tests.test_exact_evaluation import EndsEarly, EveryThird, Numbers, Stream, _loader
 
 
 class Pair(NamedTuple):
@@ -235,13 +235,8 @@ def test_a_ghost_step_leaves_no_trace_in_the_module() -> None:
 
 @ranks(2, init=False)
 def test_a_prediction_that_is_cut_short_raises_on_all_ranks() -> None:
-    class Skips(Predicts):
-        def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            if batch_idx == 1:
-                raise StopIteration
-
     with pytest.raises(EvaluationMismatchError, match="predictions for 4 batches. Got 2"):
-        trainer(callbacks=[GatherPredictions()]).predict(Skips(), DataLoader(Numbers(8), batch_size=2))
+        trainer(callbacks=[GatherPredictions()]).predict(Predicts(), DataLoader(EndsEarly(8), batch_size=2))
 
 
 def test_spawned_processes_would_lose_the_predictions() -> None:
