@@ -234,7 +234,10 @@ def test_a_killed_worker_is_its_ranks_failure(tmp_path: Path) -> None:
     assert seconds < 12.0
     for rank in range(2):
         assert last_line(tmp_path, rank).startswith("rank 1 failed at step "), last_line(tmp_path, rank)
-        assert "is killed by signal: Killed" in last_line(tmp_path, rank)
+        # torch says "exited unexpectedly" where the signal came while it looked into the queue
+        assert re.search(
+            r"in a data loader: RuntimeError: DataLoader worker \(pid.*(Killed|exited)", last_line(tmp_path, rank)
+        )
 
 
 def test_a_rank_that_leaves_alone_is_missed(tmp_path: Path) -> None:
@@ -502,7 +505,8 @@ def test_under_torchrun_rank_0_ends_with_the_first_failure(tmp_path: Path) -> No
 
 def test_under_lightnings_launcher_rank_0_ends_with_the_first_failure(tmp_path: Path) -> None:
     status, output = launch(tmp_path, "popen", "worker", 2)
-    assert status == 1
+    # Lightning's launcher looks every 5 s and kills rank 0 where another rank ended; on a busy machine rank 0 is slower
+    assert status in (1, -signal.SIGKILL)
     assert "Connection closed by peer" not in output.splitlines()[-1]
     assert "rank 2 failed at step " in output.splitlines()[-1]
 
