@@ -9,6 +9,7 @@ Read :func:`main` first. All settings are in ``conf/llm.yaml``.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -43,7 +44,7 @@ from run import (
 from settings import Limits, SettingsError, check_limits, load_settings
 from text import Corpus, TokenFiles, bits_per_byte, find_corpus, order0_bits_per_byte
 from throughput import Throughput
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 from torchmetrics import Metric
 from transformer import IGNORED, Transformer, TransformerConfig, generate, token_nats
@@ -51,6 +52,7 @@ from transformer import IGNORED, Transformer, TransformerConfig, generate, token
 from ddp_plugin import CustomDDPStrategy, ScaleLearningRate
 from ddp_plugin.errors import explain
 from ddp_plugin.learning_rate import scale_ratio
+from ddp_plugin.planning.described import DescribedRun
 
 
 def main(argv: list[str]) -> None:
@@ -94,6 +96,22 @@ def main(argv: list[str]) -> None:
     say(f"The result\n{table(result)}")
     if trainer.is_global_zero and settings.sample.num_tokens:
         print(f"A sample\n{sample(model, settings.sample, settings.seed)}")
+
+
+def describe_run(argv: list[str]) -> DescribedRun:
+    """Says what a run with these arguments would be, for ``ddp-plugin plan --recipe``; nothing is read or started."""
+    settings = load_settings("llm", argv)
+    with mistakes_of_settings():
+        check_limits(settings, LIMITS)
+        config = TransformerConfig(vocab_size=settings.tokenizer.vocab_size, **settings.model)
+        plan = make_plan(settings, config)
+
+    def make_loss(network: nn.Module, device: torch.device) -> Callable[[], Tensor]:
+        tokens = torch.randint(config.vocab_size, (plan.batch.batch_size, config.block_size + 1), device=device)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        return lambda: token_nats(network(inputs), targets) / targets.numel()
+
+    return plan.described(settings, lambda: Transformer(config), make_loss, "adamw")
 
 
 # --------------------------------------------------------------------------------------------------- model and data

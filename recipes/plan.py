@@ -4,14 +4,16 @@ All numbers are computed from sizes alone; the model may live on the meta device
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from omegaconf import DictConfig
-from torch import nn
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
 
 from ddp_plugin.errors import explain
 from ddp_plugin.learning_rate import EffectiveBatch, num_accumulated_for
+from ddp_plugin.planning.described import DescribedRun
 from ddp_plugin.planning.memory import PRECISIONS, activation_bytes, memory_bytes
 
 __all__ = [
@@ -71,6 +73,34 @@ class Plan:
     def memory_total_bytes(self) -> int:
         """Bytes per process of everything in :attr:`memory`."""
         return sum(self.memory.values())
+
+    def described(
+        self,
+        settings: DictConfig,
+        make_network: Callable[[], nn.Module],
+        make_loss: Callable[[nn.Module, torch.device], Callable[[], Tensor]],
+        optimizer: str,
+    ) -> DescribedRun:
+        """Returns the same in the words of ``ddp-plugin plan``; see :class:`DescribedRun` for the arguments."""
+        chosen, strategy = settings.trainer, settings.strategy
+        ranks_per_node, num_nodes = process_layout(chosen.accelerator, chosen.devices, chosen.num_nodes)
+        return DescribedRun(
+            name=self.name,
+            make_network=make_network,
+            make_loss=make_loss,
+            precision=self.precision,
+            optimizer=optimizer,
+            batch=self.batch,
+            device_type="cpu" if chosen.accelerator == "cpu" else "cuda",
+            ranks_per_node=ranks_per_node,
+            num_nodes=num_nodes,
+            activations_bytes=self.memory["activations"],
+            comm_hook=OmegaConf.to_object(strategy.comm_hook)
+            if OmegaConf.is_config(strategy.comm_hook)
+            else strategy.comm_hook,
+            bucket_cap_mb=strategy.bucket_cap_mb,
+            gradient_as_bucket_view=bool(strategy.gradient_as_bucket_view),
+        )
 
     def __str__(self) -> str:
         per_step = f" = {self.units_per_step:,} {self.unit}" if self.units_per_sample > 1 else ""

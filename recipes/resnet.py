@@ -8,6 +8,7 @@ Read :func:`main` first. All settings are in ``conf/resnet.yaml``.
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,13 @@ from run import (
 from settings import Limits, check_limits, load_settings
 from sources import load_images
 from throughput import Throughput
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddp_plugin import ConvertSyncBatchNorm, CustomDDPStrategy, ScaleLearningRate
 from ddp_plugin.errors import DDPPluginError, explain
 from ddp_plugin.learning_rate import scale_ratio
+from ddp_plugin.planning.described import DescribedRun
 
 
 def main(argv: list[str]) -> None:
@@ -93,6 +96,23 @@ def main(argv: list[str]) -> None:
     if splits.test_is_val:
         rows.append(("test images", "those of val/, because there is no folder test/"))
     say(f"The result\n{table(rows)}")
+
+
+def describe_run(argv: list[str]) -> DescribedRun:
+    """Says what a run with these arguments would be, for ``ddp-plugin plan --recipe``; nothing is started."""
+    settings = load_settings("resnet", ["dry_run=true", *argv])
+    with mistakes_of_settings():
+        check_limits(settings, LIMITS)
+        splits = find_images(settings)
+        sizes = Sizes.stated(settings) if splits is None else Sizes.of(splits)
+        plan, _ = make_plan(settings, sizes)
+
+    def make_loss(network: nn.Module, device: torch.device) -> Callable[[], Tensor]:
+        images = torch.randn(plan.batch.batch_size, *sizes.image_shape, device=device).to(stored_dtype(plan.precision))
+        labels = torch.randint(sizes.num_classes, (plan.batch.batch_size,), device=device)
+        return lambda: F.cross_entropy(network(images), labels)
+
+    return plan.described(settings, lambda: make_network(settings, sizes), make_loss, optimizer_name(settings))
 
 
 # ---------------------------------------------------------------------------------------------------- before the run
@@ -228,7 +248,7 @@ def make_plan(settings: DictConfig, sizes: Sizes) -> tuple[Plan, int]:
         memory=memory_bytes(
             count_parameters(network),
             precision,
-            "sgd_momentum" if optimizer.momentum else "sgd",
+            optimizer_name(settings),
             distributed=batch.num_processes > 1,
             gradient_as_bucket_view=bool(settings.strategy.gradient_as_bucket_view),
             activations=activation_bytes(network, lambda: F.cross_entropy(network(images), labels)),
@@ -236,6 +256,11 @@ def make_plan(settings: DictConfig, sizes: Sizes) -> tuple[Plan, int]:
         unit="images",
     )
     return plan, flops_per_image
+
+
+def optimizer_name(settings: DictConfig) -> str:
+    """Returns what the optimizer is called where its memory is counted."""
+    return "sgd_momentum" if settings.optimizer.momentum else "sgd"
 
 
 def steps_per_epoch(num_images: int, num_ranks: int, batch_size: int, num_accumulated: int) -> int:

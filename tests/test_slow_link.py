@@ -406,6 +406,7 @@ def test_the_baseline_runs_first_between_and_last() -> None:
     names = [(task.kind, task.variant, task.number) for task in tasks]
     assert names == [
         ("link", "", 0),
+        ("trace", "", 0),
         ("time", "noop", 0),
         ("time", "torch DDP", 0),
         ("time", "noop", 1),

@@ -7,23 +7,25 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ddp_plugin.collectives.cost import Link
-from ddp_plugin.errors import explain
+from ddp_plugin.collectives.cost import COSTS, Link
+from ddp_plugin.errors import check_count, explain
 from ddp_plugin.hooks import HOOKS
 from ddp_plugin.learning_rate import EffectiveBatch, scale_ratio
+from ddp_plugin.planning.checking import Checked, check, read_measured, render_checked, summary
 from ddp_plugin.planning.cluster import Cluster
+from ddp_plugin.planning.described import DescribedRun, describe_script
 from ddp_plugin.planning.links import LINKS, find_link
 from ddp_plugin.planning.memory import OPTIMIZERS, PRECISIONS, activation_bytes, memory_bytes
 from ddp_plugin.planning.predicting import Prediction, Shapes
 from ddp_plugin.planning.run_plan import RunPlan, make_plan, render_plan
-from ddp_plugin.planning.traced import Trace, assume_trace, trace_step
+from ddp_plugin.planning.traced import Trace, assume_trace, repeated, trace_step
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -33,7 +35,7 @@ _WIDTH = 4096  # of the square matrices that stand for a model of which only the
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
-    model = parser.add_argument_group("the model, one of these").add_mutually_exclusive_group(required=True)
+    model = parser.add_argument_group("the model, one of these").add_mutually_exclusive_group()
     model.add_argument("--parameters", type=float, metavar="N", help="its number of parameters, such as 7e9")
     model.add_argument(
         "--model",
@@ -41,9 +43,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a class or function without arguments that returns the model; one with an example_input_array (as of a "
         "LightningModule) or an example_loss() is run here, and its backward traced",
     )
+    model.add_argument(
+        "--recipe",
+        nargs="+",
+        metavar=("SCRIPT.py", "KEY=VALUE"),
+        help="a training script with a function describe_run, and its own arguments, such as recipes/llm.py "
+        "config=a100_8x; they say where and how it trains; where its device is here, its backward is traced",
+    )
     where = parser.add_argument_group("where it runs")
-    where.add_argument("--gpus", type=int, default=8, metavar="N", help="processes of a node (default 8)")
-    where.add_argument("--nodes", type=int, default=1, metavar="N", help="default 1")
+    where.add_argument("--gpus", type=int, metavar="N", help="processes of a node (default 8)")
+    where.add_argument("--nodes", type=int, metavar="N", help="default 1")
     where.add_argument(
         "--inside", default="a100_nvswitch", metavar="LINK", help="inside a node (default a100_nvswitch)"
     )
@@ -52,17 +61,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument("--memory-gb", type=float, metavar="GB", help="of one GPU, such as 80")
     how = parser.add_argument_group("how it trains")
-    how.add_argument("--precision", choices=list(PRECISIONS), default="bf16-mixed", help="default bf16-mixed")
-    how.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="default adamw")
-    how.add_argument("--gradient-as-bucket-view", action="store_true", help="saves one copy of the gradients")
+    how.add_argument("--precision", choices=list(PRECISIONS), help="default bf16-mixed")
+    how.add_argument("--optimizer", choices=list(OPTIMIZERS), help="default adamw")
+    how.add_argument(
+        "--gradient-as-bucket-view", action="store_true", default=None, help="saves one copy of the gradients"
+    )
     how.add_argument("--bucket-cap-mb", type=float, metavar="MB", help="default: the best one")
     how.add_argument("--batch-size", type=int, metavar="N", help="samples of a process and micro-batch")
-    how.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches of an optimizer step")
+    how.add_argument("--accumulate", type=int, metavar="N", help="micro-batches of an optimizer step (default 1)")
     how.add_argument("--base-batch", type=int, metavar="N", help="effective batch that the learning rate was found for")
     how.add_argument(
-        "--step-s", type=float, metavar="S", help="seconds of forward and backward of one process, as measured"
+        "--step-s", type=float, metavar="S", help="seconds of a micro-batch's forward and backward, as measured"
     )
     how.add_argument("--hooks", nargs="+", metavar="NAME", choices=list(HOOKS), help="default: all")
+    parser.add_argument(
+        "--check", action="store_true", help="show how far off such plans are, beside a run that was measured"
+    )
     parser.add_argument("--json", action="store_true", help="for machines")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it too: .png, .svg or .pdf")
     parser.epilog = "Links: " + ", ".join(LINKS) + ", or a file from `ddp-plugin doctor --save-link`."
@@ -74,6 +88,11 @@ def run(chosen: argparse.Namespace) -> int:
     Raises:
         ValueError: what cannot be planned, in words.
     """
+    measured = read_measured()
+    checked = check(measured)
+    if chosen.check:
+        print(_checked_as_json(checked, measured) if chosen.json else render_checked(checked, measured["made_with"]))
+        return 0
     plan = plan_for(chosen)
     if chosen.picture is not None:
         if not plan.is_timed:
@@ -85,7 +104,10 @@ def run(chosen: argparse.Namespace) -> int:
         from ddp_plugin.planning.picture import draw_plan
 
         draw_plan(chosen.picture, plan)
-    print(json.dumps(_as_json(plan), indent=2) if chosen.json else render_plan(plan), end="\n" if chosen.json else "")
+    if chosen.json:
+        print(json.dumps(_as_json(plan), indent=2))
+    else:
+        print(f"{render_plan(plan)}\n{summary(checked, measured['made_with'])}")
     return 0
 
 
@@ -99,61 +121,132 @@ def plan_for(chosen: argparse.Namespace) -> RunPlan:
         value = getattr(chosen, name)
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ValueError(explain(f"--{name.replace('_', '-')} above 0", repr(value), "Correct it"))
-    cluster = Cluster(chosen.nodes, chosen.gpus, find_link(chosen.inside), find_link(chosen.between))
-    name, shapes, trace, activations = _model(chosen)
+    run = _described(chosen)
+    cluster = Cluster(run.num_nodes, run.ranks_per_node, find_link(chosen.inside), find_link(chosen.between))
+    name, shapes, trace, activations = _model(chosen, run)
     memory = memory_bytes(
         sum(gradient.num_elements for gradient in trace.gradients),
-        chosen.precision,
-        chosen.optimizer,
+        run.precision,
+        run.optimizer,
         distributed=cluster.world_size > 1,
-        gradient_as_bucket_view=chosen.gradient_as_bucket_view,
+        gradient_as_bucket_view=run.gradient_as_bucket_view,
         activations=activations,
     )
-    batch = None
-    if chosen.batch_size is not None:
-        batch = EffectiveBatch(chosen.batch_size, cluster.world_size, chosen.accumulate)
-    if chosen.base_batch is not None and batch is None:
+    if chosen.base_batch is not None and run.batch is None:
         raise ValueError(explain("--batch-size beside --base-batch", "none", "Give the samples of a process"))
     ratios = {}
-    if batch is not None and chosen.base_batch is not None:
-        ratios = {rule: scale_ratio(rule, batch.total / chosen.base_batch) for rule in ("linear", "sqrt")}
+    if run.batch is not None and chosen.base_batch is not None:
+        ratios = {rule: scale_ratio(rule, run.batch.total / chosen.base_batch) for rule in ("linear", "sqrt")}
     return make_plan(
         name,
         shapes,
-        trace,
+        repeated(trace, run.num_accumulated),
         cluster,
         memory,
         device_bytes=None if chosen.memory_gb is None else chosen.memory_gb * 1e9,
-        batch=batch,
+        batch=run.batch,
         rate_ratios=ratios,
-        bucket_cap_mb=chosen.bucket_cap_mb,
-        hooks=chosen.hooks,
+        bucket_cap_mb=run.bucket_cap_mb,
+        hooks=run.hooks,
     )
 
 
-def _model(chosen: argparse.Namespace) -> tuple[str, Shapes, Trace, int]:
-    """Returns the model's name, its shapes, a step of it, and the bytes of its activations: 0 where it is not run."""
-    element_size = PRECISIONS[chosen.precision][0].itemsize
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """Where and how it trains: as the command line says, or the recipe."""
+
+    ranks_per_node: int
+    num_nodes: int
+    precision: str
+    optimizer: str
+    gradient_as_bucket_view: bool
+    bucket_cap_mb: float | None
+    num_accumulated: int
+    batch: EffectiveBatch | None
+    hooks: list[Any] | None
+    recipe: DescribedRun | None = None
+
+
+def _described(chosen: argparse.Namespace) -> _Run:
+    if chosen.recipe is not None:
+        return _recipe(chosen)
+    if chosen.parameters is None and chosen.model is None:
+        raise ValueError(explain("--parameters, --model or --recipe", "none of them", "Say what is planned"))
+    gpus, nodes, accumulated = (
+        default if given is None else given
+        for given, default in ((chosen.gpus, 8), (chosen.nodes, 1), (chosen.accumulate, 1))
+    )
+    for name, count in (("--gpus", gpus), ("--nodes", nodes), ("--accumulate", accumulated)):
+        check_count(name, count, 1)
+    batch = None
+    if chosen.batch_size is not None:
+        batch = EffectiveBatch(chosen.batch_size, gpus * nodes, accumulated)
+    return _Run(
+        gpus,
+        nodes,
+        chosen.precision or "bf16-mixed",
+        chosen.optimizer or "adamw",
+        bool(chosen.gradient_as_bucket_view),
+        chosen.bucket_cap_mb,
+        accumulated,
+        batch,
+        chosen.hooks,
+    )
+
+
+def _recipe(chosen: argparse.Namespace) -> _Run:
+    own = ("gpus", "nodes", "precision", "optimizer", "gradient_as_bucket_view", "batch_size", "accumulate")
+    if given := [name for name in own if getattr(chosen, name) is not None]:
+        raise ValueError(
+            explain(
+                "--recipe alone to say how it trains",
+                f"--{given[0].replace('_', '-')} as well",
+                "Give the recipe's own setting, as on its command line",
+            )
+        )
+    script, *arguments = chosen.recipe
+    recipe = describe_script(Path(script), arguments)
+    hooks = chosen.hooks
+    if hooks is None and recipe.comm_hook is not None:
+        hooks = [recipe.comm_hook, *(name for name in HOOKS if name not in COSTS)]
+    return _Run(
+        recipe.ranks_per_node,
+        recipe.num_nodes,
+        recipe.precision,
+        recipe.optimizer,
+        recipe.gradient_as_bucket_view,
+        recipe.bucket_cap_mb if chosen.bucket_cap_mb is None else chosen.bucket_cap_mb,
+        recipe.batch.num_accumulated,
+        recipe.batch,
+        hooks,
+        recipe,
+    )
+
+
+def _model(chosen: argparse.Namespace, run: _Run) -> tuple[str, Shapes, Trace, int]:
+    """Returns the model's name, its shapes, a micro-batch of it, and the bytes of its activations: 0 if unknown."""
+    element_size = PRECISIONS[run.precision][0].itemsize
     # Of a step, the backward computes two gradients where the forward computes one output.
     forward_s, backward_s = (chosen.step_s or 0.0) / 3, (chosen.step_s or 0.0) * 2 / 3
+
+    def assumed(shapes: Shapes) -> Trace:
+        sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+        return assume_trace(sizes, element_size, forward_s, backward_s)
+
+    if run.recipe is not None:
+        shapes: Shapes = run.recipe.shapes()
+        trace = run.recipe.trace() if chosen.step_s is None else None
+        return run.recipe.name, shapes, trace or assumed(shapes), run.recipe.activations_bytes
     if chosen.parameters is not None:
         shapes = _assumed_shapes(int(chosen.parameters))
-        return (
-            f"a model of {chosen.parameters:g} parameters",
-            shapes,
-            assume_trace(
-                {name: math.prod(shape) for name, shape in shapes.items()}, element_size, forward_s, backward_s
-            ),
-            0,
-        )
+        return f"a model of {chosen.parameters:g} parameters", shapes, assumed(shapes), 0
     module = _built(chosen.model)
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
     example = _example_loss(module)
-    if chosen.step_s is None and example is not None:
-        return chosen.model, shapes, trace_step(module, example), activation_bytes(module, example)
-    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     activations = activation_bytes(module, example) if example is not None else 0
-    return chosen.model, shapes, assume_trace(sizes, element_size, forward_s, backward_s), activations
+    if chosen.step_s is None and example is not None:
+        return chosen.model, shapes, trace_step(module, example), activations
+    return chosen.model, shapes, assumed(shapes), activations
 
 
 def _assumed_shapes(num_parameters: int) -> dict[str, tuple[int, ...]]:
@@ -205,6 +298,11 @@ def _sum(output: Any) -> Tensor:
         return output.float().sum()
     parts = output.values() if isinstance(output, Mapping) else output
     return torch.stack([_sum(part) for part in parts]).sum()
+
+
+def _checked_as_json(checked: Sequence[Checked], measured: Mapping[str, Any]) -> str:
+    steps = [dataclasses.asdict(one) | {"error_ratio": one.error_ratio} for one in checked]
+    return json.dumps({"made_with": measured["made_with"], "steps": steps}, indent=2)
 
 
 def _as_json(plan: RunPlan) -> dict[str, Any]:

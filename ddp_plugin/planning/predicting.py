@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -12,10 +13,13 @@ from ddp_plugin.planning.cluster import Cluster
 from ddp_plugin.planning.overlap import Bucket, Overlap, fill_buckets, overlap
 from ddp_plugin.planning.traced import Trace
 
-__all__ = ["Prediction", "Shapes", "hook_seconds", "predict_algorithms", "predict_hooks", "scaling"]
+__all__ = ["HookSpec", "Prediction", "Shapes", "hook_seconds", "predict_algorithms", "predict_hooks", "scaling"]
 
 Shapes = Mapping[str, Sequence[int]]
 """The shape of each parameter by name: how much some hooks send depends on them."""
+
+HookSpec = str | Mapping[str, Any]
+"""A communication hook by name, or by name and options."""
 
 _NUM_RANKS_ASKED = 64  # the busiest rank serves, is a root or stands at a border: it is among the first
 
@@ -67,7 +71,7 @@ def predict_hooks(
     cluster: Cluster,
     bucket_cap_mb: float | None,
     shapes: Shapes,
-    hooks: Iterable[str] = tuple(HOOKS),
+    hooks: Iterable[HookSpec] = tuple(HOOKS),
     dtype: torch.dtype = torch.float32,
 ) -> list[Prediction]:
     """Predicts a step with each communication hook, from what it says that it sends.
@@ -80,7 +84,7 @@ def predict_hooks(
         cluster: where the run takes place.
         bucket_cap_mb: see :func:`~ddp_plugin.planning.overlap.fill_buckets`.
         shapes: of each parameter by name.
-        hooks: names in :data:`~ddp_plugin.hooks.HOOKS`.
+        hooks: names in :data:`~ddp_plugin.hooks.HOOKS`, or mappings with a name and options.
         dtype: of the gradients.
 
     Collectives:
@@ -88,8 +92,8 @@ def predict_hooks(
     """
     buckets = fill_buckets(trace.gradients, bucket_cap_mb)
     predictions = []
-    for name in hooks:
-        hook = _made(name, cluster)
+    for spec in hooks:
+        hook = _made(spec, cluster)
         periods = hook.outer.period if hook.outer is not None else 1
         parts = buckets
         if hook.outer is not None:  # all parameters at once, after the step
@@ -101,7 +105,7 @@ def predict_hooks(
             return hook_seconds(hook, cluster, _contents(bucket, shapes, dtype)) / periods
 
         sent = _busiest(cluster, [_contents(bucket, shapes, dtype) for bucket in parts], hook.wire_bytes) / periods
-        predictions.append(_prediction(name, trace, parts, sent, cost_s))
+        predictions.append(_prediction(hook.name, trace, parts, sent, cost_s))
     return predictions
 
 
@@ -159,7 +163,10 @@ def scaling(trace: Trace, cluster: Cluster, bucket_cap_mb: float | None, nums_no
     return {grown.world_size: efficiency(grown) for grown in clusters}
 
 
-def _made(name: str, cluster: Cluster) -> CommHook:
+def _made(spec: HookSpec, cluster: Cluster) -> CommHook:
+    if not isinstance(spec, str):
+        return resolve_hook(dict(spec))
+    name = spec
     if name == "noop":
         return resolve_hook({"name": name, "for_measuring": True})
     if name == "hierarchical":

@@ -9,7 +9,7 @@ from ddp_plugin.learning_rate import EffectiveBatch
 from ddp_plugin.planning.cluster import Cluster
 from ddp_plugin.planning.memory import state_bytes
 from ddp_plugin.planning.overlap import Overlap, best_bucket_cap
-from ddp_plugin.planning.predicting import Prediction, Shapes, predict_algorithms, predict_hooks, scaling
+from ddp_plugin.planning.predicting import HookSpec, Prediction, Shapes, predict_algorithms, predict_hooks, scaling
 from ddp_plugin.planning.traced import Trace
 
 __all__ = ["RunPlan", "make_plan", "render_plan"]
@@ -78,7 +78,7 @@ def make_plan(
     batch: EffectiveBatch | None = None,
     rate_ratios: Mapping[str, float] | None = None,
     bucket_cap_mb: float | None = None,
-    hooks: Sequence[str] | None = None,
+    hooks: Sequence[HookSpec] | None = None,
 ) -> RunPlan:
     """Puts a plan together.
 
@@ -92,7 +92,8 @@ def make_plan(
         batch: samples of an optimizer step.
         rate_ratios: see :class:`RunPlan`.
         bucket_cap_mb: the size of a bucket that was asked for; the best one when ``None``.
-        hooks: names in :data:`~ddp_plugin.hooks.HOOKS`; when ``None`` all but those that are an algorithm of the table.
+        hooks: as for :func:`~ddp_plugin.planning.predicting.predict_hooks`; when ``None`` all but those that are an
+            algorithm of the table.
 
     Raises:
         ValueError: a size of a bucket that is not above 0, or an unknown hook.
@@ -131,13 +132,10 @@ def render_plan(plan: RunPlan) -> str:
 
 def _head(plan: RunPlan) -> list[str]:
     cluster = plan.cluster
-    nodes = (
-        f"{cluster.num_nodes} nodes of {cluster.ranks_per_node} GPUs"
-        if cluster.num_nodes > 1
-        else (f"one node of {cluster.ranks_per_node} GPUs")
-    )
+    nodes = f"{cluster.num_nodes} nodes" if cluster.num_nodes > 1 else "one node"
     lines = [
-        f"{plan.model}: {plan.num_parameters:,} parameters on {cluster.world_size} processes ({nodes})",
+        f"{plan.model}: {plan.num_parameters:,} parameters on {cluster.world_size} processes "
+        f"({nodes} of {cluster.ranks_per_node})",
         f"  inside a node: {_link(cluster.inside)}",
     ]
     return lines + ([f"  between nodes: {_link(cluster.between)}"] if cluster.num_nodes > 1 else [])

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ddp_plugin.errors import check_count, explain
 from ddp_plugin.planning.overlap import Gradient
 
-__all__ = ["Trace", "assume_trace", "trace_step"]
+__all__ = ["Trace", "assume_trace", "repeated", "trace_step"]
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,17 @@ def assume_trace(sizes: dict[str, int], element_size_bytes: int, forward_s: floa
         done += size
         gradients.append(Gradient(name, size, size * element_size_bytes, backward_s * done / total))
     return Trace(forward_s, backward_s, tuple(gradients), is_measured=False)
+
+
+def repeated(trace: Trace, num_micro_batches: int) -> Trace:
+    """Returns the trace of a step that accumulates: only the last micro-batch's backward has gradients to send.
+
+    Args:
+        trace: of one micro-batch.
+        num_micro_batches: of an optimizer step.
+    """
+    before_s = (num_micro_batches - 1) * (trace.forward_s + trace.backward_s)
+    return replace(trace, forward_s=before_s + trace.forward_s)
 
 
 def _now_s(device: torch.device) -> float:

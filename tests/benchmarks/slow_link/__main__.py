@@ -16,6 +16,7 @@ from tests.benchmarks.slow_link import report
 from tests.benchmarks.slow_link.campaign import loss_tasks, run_job, time_tasks
 from tests.benchmarks.slow_link.hosts import Host, HostsError, ended_by_signals, require_namespaces, two_hosts
 from tests.benchmarks.slow_link.job import Job
+from tests.benchmarks.slow_link.measured import write_measured
 from tests.benchmarks.slow_link.summary import COST_RATE_MBIT, Losses, RateResult, bars, losses_of, rate_result
 from tests.benchmarks.slow_link.variants import Variant, choose, kind_of
 from tests.benchmarks.slow_link.workload import FULL, SHORT, TINY
@@ -34,6 +35,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--no-costs", action="store_true", help="leave the cost model out")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps: shows that it runs, no more")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
+    parser.add_argument(
+        "--measured", type=Path, metavar="FILE", help="write there what `ddp-plugin plan` is judged by: measured.json"
+    )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there too, as Markdown")
     chosen = parser.parse_args(arguments)
     defaults = {"rates": [1000.0], "steps": 3, "budget": 0.5, "loss_steps": 4} if chosen.quick else {}
@@ -42,6 +46,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     ).items():
         if getattr(chosen, name) is None:
             setattr(chosen, name, value)
+    if chosen.measured is not None and chosen.no_costs:
+        parser.error("--measured needs the cost model's link: leave out --no-costs")
     if min(chosen.rates) <= 0 or chosen.steps < 1 or chosen.budget <= 0 or chosen.loss_steps < 0:
         parser.error("rates, --steps and --budget have to be above 0, --loss-steps at least 0")
     return chosen
@@ -70,7 +76,7 @@ def measure(
     num_gradient_bytes = 4 * sum(p.numel() for p in workload.network(0).parameters())
     for rate in chosen.rates:
         say(f"{rate:g} Mbit/s")
-        with_costs = rate == COST_RATE_MBIT and not chosen.no_costs
+        with_costs = (rate == COST_RATE_MBIT or chosen.measured is not None) and not chosen.no_costs
         tasks = time_tasks([variant for name, variant in variants.items() if name not in failures], with_costs)
         records, found = run_job(hosts, replace(job, tasks=tuple(tasks), rate_mbit=rate), say)
         failures |= found
@@ -100,6 +106,8 @@ def main(arguments: list[str]) -> int:
     print(report.text(facts, results, losses, asked))
     if chosen.json is not None:
         report.write_json(chosen.json, facts, results, losses, asked)
+    if chosen.measured is not None:
+        write_measured(chosen.measured, facts, results, variants, TINY if chosen.quick else FULL)
     if chosen.markdown is not None:
         chosen.markdown.write_text(report.markdown(facts, results, losses, asked))
     return 0

@@ -23,11 +23,11 @@ NUM_BASELINE = 3
 
 
 def time_tasks(chosen: Iterable[Variant], with_costs: bool = False) -> list[Task]:
-    """Returns what is measured at one rate: the link, and all variants, the baseline at the start, between and last."""
+    """Returns what is measured at one rate: link, backward, all variants, the baseline first, between and last."""
     runs = [v.name for v in chosen if v.not_run is None and v.name != BASELINE]
     middle = len(runs) // 2
     order = [BASELINE, *runs[:middle], BASELINE, *runs[middle:], BASELINE]
-    tasks = [Task("link")]
+    tasks = [Task("link"), Task("trace")]
     tasks += [Task("time", name, order[:place].count(name)) for place, name in enumerate(order)]
     return [*tasks, Task("costs")] if with_costs else tasks
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_plugin.collectives import Measurement, fit, measure, predict
+from ddp_plugin.collectives import Link, Measurement, fit, measure, predict
 
-__all__ = ["FITTED", "Prediction", "measure_costs", "predictions"]
+__all__ = ["FITTED", "Prediction", "fitted_link", "measure_costs", "predictions"]
 
 FITTED = "ring"
 ALGORITHMS = ("ring", "tree", "butterfly", "recursive_doubling", "parameter_server")
@@ -61,8 +61,8 @@ def predictions(measured: Sequence[Sequence[Any]], gradient: tuple[int, float] |
     Returns:
         One prediction for each, the fitted ones too.
     """
-    known = [Measurement(str(name), int(n), int(size), float(s)) for name, n, size, s in measured]
-    fitted = [one for one in known if one.algorithm == FITTED and one.num_bytes in FITTED_BYTES]
+    known = _known(measured)
+    fitted = _fitted(known)
     link = fit(fitted)
     listed = [
         Prediction(
@@ -79,3 +79,16 @@ def predictions(measured: Sequence[Sequence[Any]], gradient: tuple[int, float] |
         predicted_s = predict(link, FITTED, known[0].world_size, num_bytes)
         listed.append(Prediction("dist.all_reduce", num_bytes, measured_s, predicted_s, False))
     return listed
+
+
+def fitted_link(measured: Sequence[Sequence[Any]]) -> Link:
+    """Returns the link as the ring shows it, at the sizes that :func:`predictions` fits to."""
+    return fit(_fitted(_known(measured)))
+
+
+def _known(measured: Sequence[Sequence[Any]]) -> list[Measurement]:
+    return [Measurement(str(name), int(n), int(size), float(s)) for name, n, size, s in measured]
+
+
+def _fitted(known: Sequence[Measurement]) -> list[Measurement]:
+    return [one for one in known if one.algorithm == FITTED and one.num_bytes in FITTED_BYTES]

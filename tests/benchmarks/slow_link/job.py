@@ -16,7 +16,7 @@ class Task:
     """One thing to measure; each gives one record.
 
     Attributes:
-        kind: ``"link"``, ``"time"``, ``"loss"`` or ``"costs"``.
+        kind: ``"link"``, ``"trace"``, ``"time"``, ``"loss"`` or ``"costs"``.
         variant: what is trained, where something is.
         number: which time, or which seed.
     """

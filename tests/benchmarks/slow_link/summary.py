@@ -2,10 +2,10 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tests.benchmarks.slow_link.costs import Prediction, predictions
+from tests.benchmarks.slow_link.costs import Prediction, fitted_link, predictions
 from tests.benchmarks.slow_link.variants import BASELINE, REFERENCE
 
 __all__ = ["Bar", "Losses", "RateResult", "Row", "bars", "judged_s", "losses_of", "rate_result"]
@@ -56,6 +56,8 @@ class RateResult:
         baseline_s: median of each run of the baseline; their spread is the drift of the machine.
         rows: the variants, fastest first.
         costs: the cost model's predictions; empty where none were asked for.
+        fitted: the link as the cost model sees it; empty where that was not asked for.
+        trace: one rank's forward and backward, and when each gradient is ready, in seconds; empty where it failed.
         failures: why variants have no row.
     """
 
@@ -65,6 +67,8 @@ class RateResult:
     rows: Sequence[Row]
     costs: Sequence[Prediction]
     failures: Mapping[str, str]
+    fitted: Mapping[str, Any] = field(default_factory=dict)
+    trace: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,7 @@ def rate_result(
     Raises:
         RuntimeError: the baseline was not measured, and nothing means anything without it.
     """
-    by_kind = {kind: [r for r in records if r["task"].kind == kind] for kind in ("link", "time", "costs")}
+    by_kind = {kind: [r for r in records if r["task"].kind == kind] for kind in ("link", "trace", "time", "costs")}
     baseline = [r["step_s"] for r in by_kind["time"] if r["task"].variant == BASELINE]
     if not baseline:
         raise RuntimeError(f"no step without communication was timed at {rate_mbit:g} Mbit/s: {dict(failures)}")
@@ -154,11 +158,16 @@ def rate_result(
         _row([r for r in by_kind["time"] if r["task"].variant == name], kinds[name], baseline_s)
         for name in dict.fromkeys(r["task"].variant for r in by_kind["time"])
     ]
-    link = {key: value for r in by_kind["link"] for key, value in r.items() if key not in ("task", "event")}
+    link, trace = (
+        {key: value for r in by_kind[kind] for key, value in r.items() if key not in ("task", "event")}
+        for kind in ("link", "trace")
+    )
     gradient = (num_gradient_bytes, link["all_reduce_s"]) if "all_reduce_s" in link else None
     costs = [one for r in by_kind["costs"] for one in predictions(r["measured"], gradient)]
+    fitted = {key: value for r in by_kind["costs"] for key, value in asdict(fitted_link(r["measured"])).items()}
     medians = [statistics.median(steps) for steps in baseline]
-    return RateResult(rate_mbit, link, medians, sorted(rows, key=lambda row: row.step_s), costs, failures)
+    rows.sort(key=lambda row: row.step_s)
+    return RateResult(rate_mbit, link, medians, rows, costs, failures, fitted, trace)
 
 
 def _row(records: Sequence[Mapping[str, Any]], kind: str, baseline_s: float) -> Row:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ddp_plugin import CustomDDPStrategy
 from ddp_plugin.hooks import Contents
+from ddp_plugin.planning.traced import trace_step
 from tests.benchmarks.slow_link import wire
 from tests.benchmarks.slow_link.clock import EqualSteps, StepPlan, TimedSteps
 from tests.benchmarks.slow_link.costs import measure_costs
@@ -30,6 +31,7 @@ from tests.benchmarks.slow_link.workload import Batches, LanguageModel
 from tests.harness import trainer
 
 RAW_S = 1.0  # of transfer, by the link's own rate
+NUM_TRACED = 7
 
 
 class Worker:
@@ -55,7 +57,7 @@ class Worker:
         gc.collect()  # the last task's Trainer, at nobody's cost
         shape(None)
         dist.barrier(self.group)
-        doings = {"link": self.link, "time": self.time, "loss": self.loss, "costs": self.costs}
+        doings = {"link": self.link, "trace": self.trace, "time": self.time, "loss": self.loss, "costs": self.costs}
         return doings[task.kind](task)
 
     def link(self, task: Task) -> dict[str, Any]:
@@ -71,6 +73,15 @@ class Worker:
         ideal_s = num_elements * 4 * 8 / (rate_mbit * 1e6)
         num_rounds = max(1, min(20, round(self.job.budget_s / ideal_s)))
         return found | wire.measure_all_reduce(num_elements, rate_mbit, num_rounds)
+
+    def trace(self, task: Task) -> dict[str, Any]:
+        """Notes when each gradient is ready, on both ranks at once, as in a step."""
+        model = self._model(0)
+        batch = next(iter(Batches(self.job.workload, 0, self.rank)))
+        dist.barrier(self.group)
+        traced = trace_step(model, lambda: model(*batch), NUM_TRACED)
+        ready_s = {gradient.name: gradient.ready_s for gradient in traced.gradients}
+        return {"forward_s": traced.forward_s, "backward_s": traced.backward_s, "ready_s": ready_s}
 
     def time(self, task: Task) -> dict[str, Any]:
         """Times the steps of a variant on the limited link."""
