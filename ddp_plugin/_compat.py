@@ -190,6 +190,34 @@ def bucket_bytes(model: DistributedDataParallel) -> tuple[int, ...] | None:
 # ------------------------------------------------------------------------------------------------------------- torch
 
 
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether ``torch.compile`` is at work in a module: around it, in it (``.compile()``), or in Lightning's way."""
+    if getattr(model, "_compiler_ctx", None) is not None:
+        return True
+    return any(
+        module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+        for module in model.modules()
+    )
+
+
+def cuts_compiled_graphs() -> bool:
+    """Whether Dynamo cuts the graph of a compiled model at the buckets of the DDP that runs it."""
+    import torch._dynamo.utils  # seconds, where nothing is compiled
+
+    return torch._dynamo.utils.get_optimize_ddp_mode() != "no_optimization"
+
+
+def has_compiled_code(model: torch.nn.Module) -> bool:
+    """Whether Dynamo has code for a module's forward, or its training step, already. No public function tells."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    functions: list[Any] = [getattr(type(model), "training_step", None)]
+    for module in model.modules():  # around one of torch's own modules, torch.compile puts a function of its own
+        functions += [type(module).forward, getattr(module.forward, "_torchdynamo_orig_callable", None)]
+    codes = {function.__code__ for function in functions if hasattr(function, "__code__")}
+    return any(_debug_get_cache_entry_list(code) for code in codes)
+
+
 def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiplies tensors of one device in place by one number, in few kernels; the optimizers' own way to do so.
 
@@ -647,22 +675,24 @@ def _is_per_batch(hook: str) -> bool:
     return name.endswith("_step") or "_batch_" in name
 
 
-def choose_checkpoint(trainer: Any, choose: Callable[[], Any]) -> None:
+def choose_checkpoint(trainer: Any, choose: Callable[[str | None], Any]) -> None:
     """Asks for the checkpoint of the fit that begins, once, when it is restored; to be called in a ``setup`` hook.
 
     Lightning takes the path in the main program, before the processes have found each other.
 
     Args:
         trainer: it has the process group, and has restored nothing yet.
-        choose: called on all ranks at the same time; returns a path, or ``None`` to restore nothing. It is not asked
-            where the fit was given a path.
+        choose: called on all ranks at the same time; returns a path, or ``None`` to restore nothing. It is told which
+            one Lightning has chosen by itself, that of a requeued SLURM job, and not asked where the fit was given one.
     """
     connector = trainer._checkpoint_connector
 
     def restore(checkpoint_path: Any = None, *arguments: Any) -> None:
         del connector._restore_modules_and_callbacks
-        asks = not checkpoint_path and trainer.state.fn == "fit"  # a fit that failed at once is not followed by one
-        connector._restore_modules_and_callbacks(choose() if asks else checkpoint_path, *arguments)
+        requeued = checkpoint_path if checkpoint_path and checkpoint_path == connector._hpc_resume_path else None
+        if (not checkpoint_path or requeued) and trainer.state.fn == "fit":  # no fit follows one that failed at once
+            checkpoint_path = choose(requeued)
+        connector._restore_modules_and_callbacks(checkpoint_path, *arguments)
 
     connector._restore_modules_and_callbacks = restore
 

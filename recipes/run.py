@@ -277,6 +277,7 @@ def trainer_options(settings: DictConfig, plan: Plan, callbacks: list[Callback])
         "log_every_n_steps": chosen.log_every,
         # Each start of a run writes the steps it makes to a version_N of its own; a killed one has written its lines.
         "logger": CSVLogger(settings.output_dir, name="logs", flush_logs_every_n_steps=chosen.log_every),
+        "default_root_dir": settings.output_dir,  # where SLURM's checkpoint lies until the job runs again
         "enable_progress_bar": chosen.progress_bar,
         "enable_model_summary": False,
     }

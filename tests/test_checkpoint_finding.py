@@ -64,6 +64,10 @@ def test_the_one_that_was_written_last(tmp_path: Path, caplog: pytest.LogCapture
     assert newest_checkpoint(tmp_path) == last
     requeued = save(tmp_path / "hpc_ckpt_1.ckpt", 22, saved_at_s=3001)
     assert newest_checkpoint(tmp_path) == requeued
+    assert newest_checkpoint(tmp_path / "version_1", [requeued]) == requeued
+    requeued_before = save(tmp_path / "hpc_ckpt_0.ckpt", 19, saved_at_s=2999)
+    assert newest_checkpoint(tmp_path / "version_1", [requeued_before]) == newest
+    assert newest_checkpoint(tmp_path / "nothing here", [requeued_before]) == requeued_before
     assert caplog.messages == []
 
 

@@ -12,6 +12,9 @@ from torch import nn
 from ddp_plugin.cli import main
 from ddp_plugin.collectives import ALGORITHMS, render_walk, walk
 
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+LLM = str(RECIPES / "llm.py")
+
 
 class Net(nn.Module):
     """A model with an example."""
@@ -70,6 +73,12 @@ def test_ring_draws_the_walk(ending: str, tmp_path: Path) -> None:
         (["plan", "--model", "tests.test_command_line:Nothing"], "Nothing"),
         (["plan", "--model", "no.such.module:Net"], "no.such.module"),
         (["plan", "--model", "tests.test_command_line:not_a_model"], "a torch module"),
+        (["plan"], "--parameters, --model or --recipe"),
+        (["plan", "--parameters", "1e6", "--gpus", "0"], "--gpus"),
+        (["plan", "--recipe", "no/such/script.py"], "a training script"),
+        (["plan", "--recipe", f"{RECIPES}/text.py"], "describe_run"),
+        (["plan", "--recipe", LLM, "trainer.divices=3"], "trainer.divices"),
+        (["plan", "--recipe", LLM, "--gpus", "4"], "--gpus as well"),
     ],
 )
 def test_what_a_person_can_correct_is_said_in_words(
@@ -113,6 +122,50 @@ def test_plan_of_a_model_without_example(capsys: pytest.CaptureFixture[str]) -> 
     assert "1,010 parameters" in told
     assert "as given" in told
     assert "Activations are not counted" in told
+
+
+def test_plan_of_a_recipe_is_that_of_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["model.num_layers=1", "model.dim=32", "model.num_heads=2", "model.num_kv_heads=1", "model.hidden_dim=48"]
+    own = ["trainer.devices=3", "trainer.batch_size=2", "trainer.accumulate=4", "strategy.comm_hook=powersgd"]
+    assert main(["plan", "--json", "--recipe", LLM, *small, *own, "strategy.bucket_cap_mb=2"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["world_size"], plan["num_nodes"], plan["effective_batch"]) == (3, 1, 24)
+    assert plan["bucket_cap_mb"] == 2.0
+    assert plan["hooks"][0]["name"] == "powersgd"
+    assert plan["forward_s"] > 3 * plan["backward_s"] > 0, "four micro-batches, run here"
+    assert plan["memory_bytes"]["activations"] > 0
+    vocabulary, dim, heads_dim, hidden = 2048, 32, 16, 48
+    attention = dim * dim * 2 + 2 * dim * heads_dim  # queries and output; keys and values of one head
+    assert plan["num_parameters"] == vocabulary * dim + attention + 3 * dim * hidden + 3 * dim
+
+
+def test_plan_of_a_recipe_for_devices_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--recipe", LLM, "config=a100_multinode", "--memory-gb", "80"]) == 0
+    told = capsys.readouterr().out
+    assert "on 32 processes (4 nodes of 8)" in told
+    assert "= 512 samples" in told or "512 samples" in told
+    assert ("measured here" in told) is torch.cuda.is_available()
+
+
+def test_plan_of_images(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--recipe", str(RECIPES / "resnet.py"), "model.width=4", "trainer.batch_size=4"]) == 0
+    assert "measured here" in capsys.readouterr().out
+
+
+def test_plan_says_how_far_off_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--check"]) == 0
+    table = capsys.readouterr().out
+    assert "a link of 100 Mbit/s" in table
+    assert main(["plan", "--check", "--json"]) == 0
+    steps = json.loads(capsys.readouterr().out)["steps"]
+    for step in steps:
+        assert f"{step['error_ratio']:+.1%}" in table
+        assert step["error_ratio"] == pytest.approx(step["predicted_s"] / step["measured_s"] - 1)
+    assert main(["plan", "--parameters", "1e6"]) == 0
+    sentence = capsys.readouterr().out.splitlines()[-1]
+    assert sentence == table.rstrip().splitlines()[-1]
+    exact = [step["error_ratio"] for step in steps if step["is_exact"]]
+    assert f"{min(exact):+.0%} to {max(exact):+.0%} off with exact all-reduces" in sentence
 
 
 def test_plan_for_machines(capsys: pytest.CaptureFixture[str]) -> None:

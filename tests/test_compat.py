@@ -196,6 +196,18 @@ def test_ddps_private_names() -> None:
         assert hasattr(model, name), name
 
 
+def test_what_dynamo_knows_of_a_module() -> None:
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo.utils import get_optimize_ddp_mode
+
+    module = torch.nn.Linear(1, 1)
+    assert module._compiled_call_impl is None
+    assert type(torch.compile(module, backend="eager")).__name__ == "OptimizedModule"
+    assert get_optimize_ddp_mode() == "ddp_optimizer"
+    assert _debug_get_cache_entry_list(test_what_dynamo_knows_of_a_module.__code__) == []
+    assert pl.LightningModule()._compiler_ctx is None
+
+
 def test_where_lightning_reduces_what_was_logged() -> None:
     from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _Sync

@@ -516,3 +516,22 @@ def test_when_the_process_that_holds_the_store_is_killed_the_others_end(tmp_path
     status, output = launch(tmp_path, "popen", "killed", 0)
     assert status == -signal.SIGKILL
     assert re.search(r"rank 0 \(process \d+ on .+\) ended without a word", output.splitlines()[-1])
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize(
+    ("where", "who", "words"),
+    [
+        ("on_train_batch_end", 2, "rank 2 failed at step 3 in Hooks.on_train_batch_end: ValueError: the first one"),
+        ("killed", 1, "process 1 terminated with signal SIGKILL"),
+    ],
+)
+def test_processes_that_the_program_itself_starts_fail_as_one(
+    method: str, where: str, who: int, words: str, tmp_path: Path
+) -> None:
+    """Their parent, which is no rank, raises what ended the first of them."""
+    status, output = launch(tmp_path, method, where, who)
+    assert status == 1
+    assert words in output.splitlines()[-1]
+    if where == "killed":
+        assert re.search(r"rank 1 \(process \d+ on .+\) ended without a word", output)

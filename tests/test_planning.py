@@ -2,7 +2,9 @@
 
 import itertools
 import math
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +12,14 @@ from torch import nn
 
 from ddp_plugin.collectives.cost import Link, predict
 from ddp_plugin.hooks import HOOKS, resolve_hook
+from ddp_plugin.planning.checking import check, read_measured, render_checked
 from ddp_plugin.planning.cluster import Cluster
 from ddp_plugin.planning.links import LINKS, find_link, write_link
 from ddp_plugin.planning.memory import OPTIMIZERS, PRECISIONS, memory_bytes, state_bytes
 from ddp_plugin.planning.overlap import Bucket, Gradient, best_bucket_cap, fill_buckets, overlap
 from ddp_plugin.planning.predicting import hook_seconds, predict_algorithms, predict_hooks, scaling
 from ddp_plugin.planning.run_plan import make_plan, render_plan
-from ddp_plugin.planning.traced import Trace, assume_trace, trace_step
+from ddp_plugin.planning.traced import Trace, assume_trace, repeated, trace_step
 
 MIB = 1 << 20
 LAN = Link(alpha_s=1e-4, beta_s_per_byte=8e-9)
@@ -236,6 +239,51 @@ def test_without_a_length_nothing_is_claimed_about_a_step() -> None:
     assert "exposed <-" not in text
 
 
+# -------------------------------------------------------------------------------------------------- how far off it is
+
+MADE_WITH = {"cores": 2, "date": "2020-02-02"}
+
+
+def measured_run(**steps_s: float) -> dict[str, Any]:
+    """Two gradients of 4 MB, ready in the middle and at the end of a backward of 0.2 s, on a link of 100 MB/s."""
+    run = {
+        "rate_mbit": 800.0,
+        "link": {"alpha_s": 0.0, "beta_s_per_byte": 1e-8, "gamma_s_per_byte": 0.0, "medium": "full_duplex"},
+        "trace": {"forward_s": 0.1, "backward_s": 0.2, "ready_s": {"b": 0.2, "a": 0.1}},
+        "alone_s": 0.5,
+        "steps": [
+            {"comm_hook": {"name": name} if name != "none" else None, "bucket_cap_mb": None}
+            | {"is_exact": name == "none", "step_s": s}
+            for name, s in steps_s.items()
+        ],
+    }
+    return {"made_with": MADE_WITH, "shapes": {"a": [1000, 1000], "b": [1000, 1000]}, "runs": [run]}
+
+
+def test_a_measured_step_is_predicted_from_what_a_planner_is_told() -> None:
+    exact, half = check(measured_run(none=0.6, bf16=0.5))[::-1]
+    assert (exact.name, exact.is_exact, half.name, half.is_exact) == ("allreduce", True, "bf16", False)
+    # Each of two ranks sends all it has once, in 0.04 s; the second bucket starts with the backward's end.
+    assert exact.predicted_s == pytest.approx(0.5 + 0.04)
+    assert half.predicted_s == pytest.approx(0.5 + 0.02)
+    assert exact.error_ratio == pytest.approx(-0.1)
+    text = render_checked([exact, half], MADE_WITH)
+    assert re.search(r"allreduce +default +600 ms +540 ms +-10.0%", text)
+    assert "-10% to -10% off with exact all-reduces and +4% to +4% with the other hooks" in text
+
+
+def test_the_run_that_comes_with_the_package_is_predicted() -> None:
+    measured = read_measured()
+    checked = check(measured)
+    assert {one.name for one in checked} >= {"allreduce", "ring", "tree", "bf16", "int8", "powersgd", "topk", "diloco"}
+    assert {one.rate_mbit for one in checked} == {20.0, 100.0}
+    exact = [one.error_ratio for one in checked if one.is_exact]
+    assert max(map(abs, exact)) < 0.15, exact
+    for run in measured["runs"]:  # and it would be noticed if the plan were another one
+        run["link"]["beta_s_per_byte"] *= 1.5
+    assert max(abs(one.error_ratio) for one in check(measured) if one.is_exact) > 0.3
+
+
 # -------------------------------------------------------------------------------------------------------------- links
 
 
@@ -269,3 +317,13 @@ def test_a_hook_in_seconds_is_its_bytes_over_the_link() -> None:
     hook = resolve_hook("int8")
     expected = hook.wire_bytes(contents, 2, 0) * LAN.beta_s_per_byte + 2 * LAN.alpha_s
     assert hook_seconds(hook, cluster, contents) == pytest.approx(expected, rel=0.01)
+
+
+def test_of_micro_batches_only_the_last_one_sends() -> None:
+    trace = assume_trace({"a": 10_000_000}, 4, 1.0, 2.0)
+    four = repeated(trace, 4)
+    assert (four.forward_s, four.backward_s) == (3 * 3.0 + 1.0, 2.0)
+    assert repeated(trace, 1) == trace
+    for one, other in zip(*(predict_algorithms(t, Cluster(2, 1, FAST, LAN), None) for t in (trace, four)), strict=True):
+        assert other.overlap == one.overlap
+        assert other.step_s == pytest.approx(one.step_s + 9.0)

@@ -28,8 +28,9 @@ class AutoResume(pl.Callback):
     or that nothing is, is said with its step. What earlier runs that were killed in a save have left in those folders
     is removed; see :func:`ddp_plugin.checkpoints.files.remove_leftovers`. ``fast_dev_run`` begins anew.
 
-    A checkpoint given to ``trainer.fit(ckpt_path=...)`` comes first. Other runs' checkpoints do not belong into the
-    folder: the newest is taken, whoever wrote it.
+    A checkpoint given to ``trainer.fit(ckpt_path=...)`` comes first. That of a requeued SLURM job, which Lightning
+    takes by itself, is one of those among which the newest is looked for. Other runs' checkpoints do not belong into
+    the folder: the newest is taken, whoever wrote it.
 
     Args:
         folder: where to look, with all folders below; ``None`` for the Trainer's ``default_root_dir``, below which
@@ -64,12 +65,12 @@ class AutoResume(pl.Callback):
             trainer, functools.partial(self._choose, self.folder or trainer.default_root_dir, group)
         )
 
-    def _choose(self, folder: str, group: dist.ProcessGroup | None) -> str | None:
+    def _choose(self, folder: str, group: dist.ProcessGroup | None, requeued: str | None) -> str | None:
         found: str | None = None
         problem = ""
         if group is None or dist.get_rank(group) == 0:
             try:
-                path = newest_checkpoint(folder)
+                path = newest_checkpoint(folder, [] if requeued is None else [requeued])
                 found = None if path is None else str(path)
                 for each in folders_below(folder):
                     remove_leftovers(each)

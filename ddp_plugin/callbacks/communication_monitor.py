@@ -18,6 +18,7 @@ from ddp_plugin.hooks import HOOKS, Contents
 from ddp_plugin.timeline.chrome_trace import write_chrome_trace
 from ddp_plugin.timeline.picture import draw_timeline, picture_formats
 from ddp_plugin.timeline.steps import StepSummary, StepTimeline, steady, summarize
+from ddp_plugin.wrapping.lost_overlap import Compilation, given_cap_mb, why_late
 
 __all__ = ["BucketReport", "CommunicationMonitor", "CommunicationReport"]
 
@@ -50,12 +51,14 @@ class CommunicationReport:
         ranks: a :class:`~ddp_plugin.timeline.steps.StepSummary` for each rank.
         buckets: in the order of reduction; empty where nothing is reduced.
         sent_bytes: bytes that a rank sends in a step, as the hook declares; the most over the ranks.
+        why_late: why gradients wait for the end of the backward, in words; ``None`` where they do not.
     """
 
     step: int
     ranks: tuple[StepSummary, ...]
     buckets: tuple[BucketReport, ...]
     sent_bytes: int
+    why_late: str | None = None
 
     def mean_s(self, name: str) -> float:
         """Returns the mean over the ranks of a field of :class:`~ddp_plugin.timeline.steps.StepSummary`."""
@@ -148,6 +151,7 @@ class CommunicationMonitor(StepRecording):
         self.num_traced_steps = num_traced_steps
         self.reports: list[CommunicationReport] = []
         self._traced: deque[StepTimeline] = deque(maxlen=num_traced_steps)
+        self._said: set[str] = set()
 
     @property
     def last_report(self) -> CommunicationReport | None:
@@ -168,6 +172,7 @@ class CommunicationMonitor(StepRecording):
             raise refusal
         self.reports = []
         self._traced.clear()
+        self._said.clear()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Exchanges what is left, and writes the files.
@@ -212,6 +217,9 @@ class CommunicationMonitor(StepRecording):
         summaries, sent_bytes = zip(*by_rank, strict=True)
         self.reports.append(report := self._report(trainer, summaries, sent_bytes))
         del self.reports[:-MAX_REPORTS]
+        if report.why_late is not None and report.why_late not in self._said:
+            self._said.add(report.why_late)
+            rank_zero_warn(f"CommunicationMonitor: {report.why_late}")
         metrics = {
             f"ddp/{name}": report.mean_s(name)
             for name in ("step_s", "data_s", "forward_s", "backward_s", "optimizer_s", "exposed_s")
@@ -242,7 +250,13 @@ class CommunicationMonitor(StepRecording):
             for index, contents in sorted(self._recorder.contents.items())
             if index < num_buckets
         ]
-        return CommunicationReport(trainer.global_step, summaries, tuple(buckets), sum(most_bytes))
+        late = why_late(
+            [bucket.ready_ratio for bucket in buckets],
+            [bucket.num_bytes for bucket in buckets],
+            getattr(trainer.strategy, "compilation", Compilation()),
+            given_cap_mb(trainer.strategy.model),
+        )
+        return CommunicationReport(trainer.global_step, summaries, tuple(buckets), sum(most_bytes), late)
 
     def _own_bytes(self, trainer: pl.Trainer) -> tuple[int, ...]:
         """Returns the bytes that this rank sends in a step, for each bucket; in one number where there are none."""

@@ -3,7 +3,7 @@
 import logging
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,7 @@ class _Candidate:
     step: int
 
 
-def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+def newest_checkpoint(folder: str | os.PathLike[str], others: Sequence[str | os.PathLike[str]] = ()) -> Path | None:
     """Returns the newest checkpoint below a folder from which a training can go on, or ``None`` where there is none.
 
     The newest is the one that was written last; of two at the same time, the one after more steps. A file with a seal
@@ -44,9 +44,10 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
         folder: a folder on this machine, searched with all folders in it for ``*.ckpt``; SLURM's ``hpc_ckpt_*.ckpt``
             and ``last.ckpt`` are among them. A link, to a file or a folder, is followed if it leads out of the folder;
             not so one to a folder that this one is in.
+        others: files elsewhere that may be the newest as well.
 
     Returns:
-        The path, below ``folder`` as it was given.
+        The path, below ``folder`` as it was given, or one of ``others``.
 
     Raises:
         ValueError: ``folder`` is a file, or the address of another machine.
@@ -62,7 +63,8 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
         raise ValueError(
             explain("a folder on this machine to look for checkpoints in", repr(name), "Pass such a folder")
         )
-    candidates = sorted(_candidates(Path(folder)), key=lambda one: (one.saved_at_s, one.step, one.path), reverse=True)
+    found = {one.path.resolve(): one for one in (*map(_look_at, map(Path, others)), *_candidates(Path(folder)))}
+    candidates = sorted(found.values(), key=lambda one: (one.saved_at_s, one.step, one.path), reverse=True)
     for candidate in candidates:
         if (problem := _problem(candidate)) is None:
             return candidate.path

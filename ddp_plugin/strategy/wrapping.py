@@ -20,6 +20,7 @@ from ddp_plugin.hooks import HOOKS, AttachedHook, CommHook, dropped, put_to_work
 from ddp_plugin.strategy.reductions import MatchedReductions
 from ddp_plugin.wrapping.arguments import BucketObserver, no_sync, observed
 from ddp_plugin.wrapping.buckets import LayoutKeeper
+from ddp_plugin.wrapping.lost_overlap import Compilation, look_at_compilation
 from ddp_plugin.wrapping.rewrap import (
     TrainableParameters,
     agree_on_trainable,
@@ -53,6 +54,7 @@ class FollowingWrap(MatchedReductions):
         self._trainable: TrainableParameters | None = None  # of the latest wrap
         self._epoch_of_agreement: int | None = None  # in which all ranks' trainable parameters were compared last
         self._unused_at_first: list[str] = []
+        self._compilation = Compilation()
 
     def setup(self, trainer: Any) -> None:
         """Wraps the model, and lets the first training batch compare what is trainable."""
@@ -71,6 +73,11 @@ class FollowingWrap(MatchedReductions):
         """Whether the ranks train alone, and exchange parameters now and then in place of gradients."""
         return self._comm_hook is not None and self._comm_hook.outer is not None
 
+    @property
+    def compilation(self) -> Compilation:
+        """What ``torch.compile`` had to do with the model when it was wrapped."""
+        return self._compilation
+
     def add_bucket_observer(self, observer: BucketObserver) -> None:
         """Lets ``observer`` see each gradient bucket before and after its reduction.
 
@@ -88,6 +95,9 @@ class FollowingWrap(MatchedReductions):
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         self._hook_is_registered = self._first_backward_done = self._pl_static_graph_delay_done = False
         self._unused_at_first = []
+        self._compilation = look_at_compilation(model)
+        if self._compilation.warning is not None:
+            rank_zero_warn(self._compilation.warning)
         self._trainable = trainable = self._trainable_parameters(model)
         group = self.control_group if self._one_model_on_all_ranks else None
         agree_on_trainable(trainable, group)
