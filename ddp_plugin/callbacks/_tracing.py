@@ -151,7 +151,7 @@ class TraceRecording(StepRecording):
         if done == window.num_wait and self._request.profiles:
             self._start_profile(trainer)
         if done == begins:
-            self._watch.start()
+            self._start_watch()
         if done <= begins and (done == begins or done % _LOOKS_EVERY_N_STEPS == 0):
             self._before.extend(self._recorder.take())
         if done == begins + window.num_active:
@@ -198,6 +198,13 @@ class TraceRecording(StepRecording):
         record.memory = _memory(trainer)
         self._watch.calls.clear()
         write_record(Path(self._request.folder), record)
+
+    def _start_watch(self) -> None:
+        try:
+            self._watch.start()
+        except Exception as error:
+            assert self._record is not None
+            self._record.notes.append(f"Collectives are not counted: {type(error).__name__}: {error}")
 
     def _write(self) -> None:
         assert self._record is not None

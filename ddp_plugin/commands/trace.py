@@ -77,7 +77,10 @@ def run(chosen: argparse.Namespace) -> int:
         raise ValueError(explain("a folder that can be written, for --folder", str(error), "Name another")) from error
     request = TraceRequest(str(folder), window, profiles=not chosen.no_operators)
     status = _run(command, os.environ | {VARIABLE: request.to_variable()})
-    write_page(folder, shlex.join(command))
+    try:
+        write_page(folder, shlex.join(command))
+    except Exception as error:  # whatever becomes of the page, the command ended as it did
+        print(f"ddp-plugin trace: the page is not written: {type(error).__name__}: {error}", file=sys.stderr)
     return status
 
 

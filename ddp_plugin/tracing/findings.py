@@ -8,7 +8,7 @@ from ddp_plugin.tracing.issuers import DDP, LIGHTNING, PLUGIN, TORCHMETRICS, YOU
 from ddp_plugin.tracing.joining import Joined, TotalRow
 from ddp_plugin.tracing.records import FAILED, OVER, SET_UP, TRAINING
 
-__all__ = ["Finding", "NOTHING_RECORDED", "conclusions", "headline", "remarks"]
+__all__ = ["NOTHING_RECORDED", "Finding", "conclusions", "headline", "remarks"]
 
 _NOTABLE_RATIO = 0.1  # of a step: what is less is not worth a sentence
 _NOTABLE_WAIT_RATIO = 0.02  # of a step, in one kind of collective
@@ -50,8 +50,8 @@ def headline(joined: Joined) -> str:
     return (
         f"A step takes {mean_ms('step_s')} on {counted(joined.world_size, 'rank')}, mean of "
         f"{counted(num_steps, 'step')}: data {mean_ms('data_s')}, forward {mean_ms('forward_s')}, backward "
-        f"{mean_ms('backward_s')}, communication that no backward hides {mean_ms('exposed_s')}, optimizer and callbacks "
-        f"{mean_ms('optimizer_s')}."
+        f"{mean_ms('backward_s')}, communication that no backward hides {mean_ms('exposed_s')}, optimizer and "
+        f"callbacks {mean_ms('optimizer_s')}."
     )
 
 

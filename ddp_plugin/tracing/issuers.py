@@ -2,7 +2,8 @@
 
 The innermost code that is no plumbing is the issuer: DDP and the hooks that reduce its buckets, this package,
 Lightning, torchmetrics, the user's own code, or another library. Beside it stands the nearest line of the user that
-Lightning had called, because a ``self.log(..., sync_dist=True)`` is asked for there and issued elsewhere. Plain functions of names.
+Lightning had called, because a ``self.log(..., sync_dist=True)`` is asked for there and issued elsewhere. Plain
+functions of names.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -3,14 +3,15 @@
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddp_plugin.timeline.steps import BucketSpan, Phase, StepTimeline
 from ddp_plugin.tracing.issuers import CollectiveRow
 from ddp_plugin.tracing.request import Window
-from ddp_plugin.timeline.steps import BucketSpan, Phase, StepTimeline
 
 __all__ = [
     "FAILED",
@@ -29,6 +30,7 @@ __all__ = [
     "write_whole",
 ]
 
+_OURS = re.compile(r"trace\.(html|png|json)|\.?rank\d+(\.operators)?\.json(\.\d+)?(\.json)?|\.trace\.\w+\.\d+")
 SET_UP, TRAINING, WHOLE, OVER, FAILED = "set up", "training", "whole", "over", "failed"
 """How far a rank has come: a Trainer was set up without training; it trains, or was killed while it did; the window is
 whole; the training was over before; it failed before."""
@@ -190,7 +192,6 @@ def remove_records(folder: Path) -> None:
     Raises:
         OSError: a file cannot be removed.
     """
-    for pattern in ("rank*.json", ".rank*.json.*", "trace.html", "trace.png", "trace.json"):
-        for path in folder.glob(pattern):
-            if pattern != "rank*.json" or path.name.removesuffix(".operators.json").removesuffix(".json")[4:].isdigit():
-                path.unlink(missing_ok=True)
+    for path in folder.iterdir():
+        if _OURS.fullmatch(path.name):
+            path.unlink(missing_ok=True)
