@@ -1199,12 +1199,12 @@ def watch_collectives(watch: WatchesCollectives) -> Callable[[], None]:
     Returns:
         A function that undoes it.
     """
-    from torch.distributed import ProcessGroup, Work
+    from torch._C._distributed_c10d import Work
 
     undo = [
-        _replace(ProcessGroup, name, partial(_watched_collective, watch, *described))
+        _replace(dist.ProcessGroup, name, partial(_watched_collective, watch, *described))
         for name, described in _COLLECTIVES.items()
-        if name in vars(ProcessGroup)
+        if name in vars(dist.ProcessGroup)
     ]
     undo.append(_replace(Work, "wait", partial(_watched_wait, watch)))
     undo.append(_replace(dist, "_broadcast_coalesced", partial(_watched_collective, watch, "broadcast", 1, offset=0)))
@@ -1244,7 +1244,8 @@ def _watched_wait(watch: WatchesCollectives, usual: Callable[..., Any]) -> Calla
 
 
 def _stack() -> list[tuple[str, int, str]]:
-    frame, found = sys._getframe().f_back, []
+    frame = sys._getframe().f_back
+    found: list[tuple[str, int, str]] = []
     while frame := frame.f_back if frame is not None else None:
         found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
     return found

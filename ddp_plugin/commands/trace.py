@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from ddp_plugin.errors import explain
 from ddp_plugin.timeline.picture import draw_timeline
@@ -102,7 +103,7 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> int:
 @contextlib.contextmanager
 def _signals_passed_on(process: "subprocess.Popen[bytes]") -> Iterator[None]:
     """Hands signals on; SIGINT is let alone, because a terminal sends it to both."""
-    handlers = {signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: None)}
+    handlers: dict[signal.Signals, Any] = {signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: None)}
     for each in _PASSED_ON:
         handlers[each] = signal.signal(each, lambda number, frame: process.send_signal(number))
     try:
@@ -132,7 +133,9 @@ def write_page(folder: Path, command: str) -> Joined:
     if joined.timelines:
         write_whole(folder / "trace.json", json.dumps(merged_trace(joined, folder)))
     if has_picture:
-        draw_timeline(folder / "trace.png", joined.timelines)
+        unfinished = folder / f".trace.{os.getpid()}.png"
+        draw_timeline(unfinished, joined.timelines)
+        unfinished.replace(folder / "trace.png")
     write_whole(folder / "trace.html", render_page(joined, command, has_picture=has_picture))
     told = [
         headline(joined),
