@@ -72,6 +72,7 @@ class TraceRecording(StepRecording):
         self._request = request
         self._record: RankRecord | None = None
         self._watch = CollectiveWatch()
+        self._has_counted = False
         self._profile: Any = None
         self._before: deque[StepTimeline] = deque(maxlen=request.window.num_active)
         self._first_step = self._num_done = 0
@@ -181,7 +182,7 @@ class TraceRecording(StepRecording):
         unseen = [step.duration_s for step in before if step.is_steady and step.step < first_active - window.num_warmup]
         record.state = state
         record.steps = [step for step in steps if step.step >= first_active]
-        record.num_counted = len(record.steps)
+        record.num_counted = len(record.steps) if self._has_counted else 0
         if record.steps:
             record.step_before_s = statistics.fmean(unseen) if unseen else None
             calls = [call for call in self._watch.calls if call.step < self._first_step + self._num_done]
@@ -202,6 +203,7 @@ class TraceRecording(StepRecording):
     def _start_watch(self) -> None:
         try:
             self._watch.start()
+            self._has_counted = True
         except Exception as error:
             assert self._record is not None
             self._record.notes.append(f"Collectives are not counted: {type(error).__name__}: {error}")
