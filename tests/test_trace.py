@@ -460,7 +460,7 @@ def test_what_cuts_a_window_short(tmp_path: Path) -> None:
     traced(tmp_path / "e", Delayed(**fast), 12, Window(1, 1, 3), profiler=own)
     assert any("torch profiler of its own" in note for note in join(tmp_path / "e").records[0].notes)
     assert not operators_path(tmp_path / "e", 0).exists()
-    assert list((tmp_path / "own").glob("own*"))
+    assert any((tmp_path / "own").iterdir())
 
     run = trainer(strategy=CustomDDPStrategy())
     with pytest.MonkeyPatch.context() as patch:
