@@ -1261,4 +1261,6 @@ def _tensors(given: Any) -> Iterator[torch.Tensor]:
 
 def profiler_is_on() -> bool:
     """Whether a torch profiler of somebody's records now; a second one cannot begin."""
-    return bool(torch.autograd._profiler_enabled())
+    from torch._C._autograd import _profiler_enabled
+
+    return bool(_profiler_enabled())

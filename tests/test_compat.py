@@ -424,4 +424,6 @@ def test_every_collective_that_python_issues_can_be_watched() -> None:
     assert [num_bytes for _, num_bytes, *_ in operations] == sizes
     assert all(is_on_host for *_, is_on_host in operations)
     assert watching.told[-2:] == ["under way", "waited"]
-    assert torch.autograd._profiler_enabled() is _compat.profiler_is_on() is False
+    assert _compat.profiler_is_on() is False
+    with torch.profiler.profile():
+        assert _compat.profiler_is_on() is True
