@@ -6,6 +6,7 @@ Each helper says why no public way exists; ``tests/test_compat.py`` notices when
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -1169,3 +1170,127 @@ def _sync_states(metric: Any, gather: Callable[[list[Any]], list[list[Any]]]) ->
         parts.append((num_updates, states))
     for name, state in merge_states(parts, metric._reductions).items():
         setattr(metric, name, state)
+
+
+# ---------------------------------------------------------------------------------------------------------- tracing
+
+
+class WatchesCollectives(Protocol):
+    """What :func:`watch_collectives` tells."""
+
+    def issued(self, operation: str, num_bytes: int, stack: list[tuple[str, int, str]], *, is_on_host: bool) -> Any:
+        """Sees a collective begin.
+
+        Args:
+            operation: such as ``"all_reduce"``.
+            num_bytes: what this rank brings to it.
+            stack: ``(file, line, function)``, innermost first.
+            is_on_host: whether it is of CPU tensors, or a barrier.
+        """
+
+    def under_way(self, call: Any, work: object, begun_s: float) -> None:
+        """Sees what stands for it; ``None`` where it is over already."""
+
+    def waited(self, work: object, begun_s: float) -> None:
+        """Sees that somebody has waited for it since then."""
+
+
+# Methods of a process group: what each is called, and which of its arguments is what the rank brings.
+_COLLECTIVES = {
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "reduce": ("reduce", 0),
+    "allgather": ("all_gather", 1),
+    "allgather_coalesced": ("all_gather", 1),
+    "_allgather_base": ("all_gather", 1),  # before torch 2.13; all_gather_single since
+    "all_gather_single": ("all_gather", 1),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 1),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "_reduce_scatter_base": ("reduce_scatter", 1),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "alltoall": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "all_to_all_single": ("all_to_all", 1),
+    "send": ("send", 0),
+    "recv": ("recv", 0),
+    "recv_anysource": ("recv", 0),
+    "barrier": ("barrier", 0),
+}
+
+
+def watch_collectives(watch: WatchesCollectives) -> Callable[[], None]:
+    """Tells of each collective that Python issues and of each wait for one, in any thread and however it was imported.
+
+    The methods of torch's class of process groups are replaced, which ``torch.distributed`` calls for every group, and
+    the function by which DDP broadcasts buffers.
+
+    Returns:
+        A function that undoes it.
+    """
+    from torch._C._distributed_c10d import Work
+
+    undo = [
+        _replace(dist.ProcessGroup, name, partial(_watched_collective, watch, *described))
+        for name, described in _COLLECTIVES.items()
+        if name in vars(dist.ProcessGroup)
+    ]
+    undo.append(_replace(Work, "wait", partial(_watched_wait, watch)))
+    undo.append(_replace(dist, "_broadcast_coalesced", partial(_watched_collective, watch, "broadcast", 1, offset=0)))
+    return _all_of(*undo)
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
+    own = vars(owner)[name]
+    setattr(owner, name, make(getattr(owner, name)))
+    return lambda: setattr(owner, name, own)
+
+
+def _watched_collective(
+    watch: WatchesCollectives, operation: str, brought: int, usual: Callable[..., Any], offset: int = 1
+) -> Callable[..., Any]:
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        is_on_host = operation == "barrier" or any(tensor.device.type == "cpu" for tensor in _tensors(args))
+        num_bytes = sum(tensor.nbytes for tensor in _tensors(args[brought + offset : brought + offset + 1]))
+        call = watch.issued(operation, num_bytes, _stack(), is_on_host=is_on_host)
+        begun_s = time.perf_counter()
+        work = usual(*args, **kwargs)
+        watch.under_way(call, work, begun_s)
+        return work
+
+    return collective
+
+
+def _watched_wait(watch: WatchesCollectives, usual: Callable[..., Any]) -> Callable[..., Any]:
+    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        begun_s = time.perf_counter()
+        try:
+            return usual(work, *args, **kwargs)
+        finally:
+            watch.waited(work, begun_s)
+
+    return wait
+
+
+def _stack() -> list[tuple[str, int, str]]:
+    frame = sys._getframe().f_back
+    found: list[tuple[str, int, str]] = []
+    while frame := frame.f_back if frame is not None else None:
+        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+    return found
+
+
+def _tensors(given: Any) -> Iterator[torch.Tensor]:
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, (list, tuple)):
+        for part in given:
+            yield from _tensors(part)
+
+
+def profiler_is_on() -> bool:
+    """Whether a torch profiler of somebody's records now; a second one cannot begin."""
+    from torch._C._autograd import _profiler_enabled
+
+    return bool(_profiler_enabled())

@@ -1,15 +1,15 @@
-"""The command line: ``ddp-plugin doctor | plan | ring``."""
+"""The command line: ``ddp-plugin doctor | plan | ring | trace``."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
 from ddp_plugin import __version__
-from ddp_plugin.commands import doctor, plan, ring
+from ddp_plugin.commands import doctor, plan, ring, trace
 
 __all__ = ["main"]
 
-_COMMANDS = {"doctor": doctor, "plan": plan, "ring": ring}
+_COMMANDS = {"doctor": doctor, "plan": plan, "ring": ring, "trace": trace}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,7 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those of the process when ``None``.
 
     Returns:
-        The exit status: 0, or 2 for what a person can correct, which is printed in words.
+        The exit status: 0, or 2 for what a person can correct, which is printed in words; that of a traced command is
+        the command's own.
     """
     parser = argparse.ArgumentParser(
         prog="ddp-plugin", description="See and steer data-parallel training, before it runs and while it does."

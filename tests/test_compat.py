@@ -386,3 +386,56 @@ def test_what_wraps_a_checkpoint_io_and_saves_in_the_background() -> None:
         assert str(_compat.finish_saves(outer)) == "first"
         assert saves._error is None
         saves.teardown()
+
+
+class Watching:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def issued(self, operation: str, num_bytes: int, stack: list[tuple[str, int, str]], *, is_on_host: bool) -> str:
+        assert stack[0][0].endswith(("distributed_c10d.py", "test_compat.py"))
+        self.told.append((operation, num_bytes, is_on_host))
+        return operation
+
+    def under_way(self, call: str, work: object, begun_s: float) -> None:
+        self.told.append(call if work is None else "under way")
+
+    def waited(self, work: object, begun_s: float) -> None:
+        self.told.append("waited")
+
+
+@ranks(2)
+def test_every_collective_that_python_issues_can_be_watched() -> None:
+    ones, parts = torch.ones(6), [torch.ones(6) for _ in range(2)]
+    own = {name: vars(dist.ProcessGroup).get(name) for name in _compat._COLLECTIVES}
+    watching = Watching()
+    undo = _compat.watch_collectives(watching)
+    dist.all_reduce(ones)
+    dist.all_gather(parts, ones)
+    dist.broadcast(ones, 0)
+    dist.all_gather_into_tensor(torch.ones(12), ones)
+    dist.all_to_all_single(torch.ones(6), ones)
+    dist.gather(ones, parts if dist.get_rank() == 0 else None)
+    dist.scatter(ones, parts if dist.get_rank() == 0 else None)
+    dist.barrier()
+    dist._broadcast_coalesced(dist.group.WORLD, [ones], 100, 0)
+    work = dist.all_reduce(ones, async_op=True)
+    assert work is not None
+    work.wait()
+    undo()
+    assert own == {name: vars(dist.ProcessGroup).get(name) for name in _compat._COLLECTIVES}
+    dist.all_reduce(ones)
+    operations = [told for told in watching.told if isinstance(told, tuple)]
+    assert [name for name, *_ in operations] == [
+        "all_reduce", "all_gather", "broadcast", "all_gather", "all_to_all", "gather", "scatter", "barrier",
+        "broadcast", "all_reduce",
+    ]  # fmt: skip
+    sizes = [24, 24, 24, 24, 24, 24, 48 if dist.get_rank() == 0 else 0, 0, 24, 24]
+    assert [num_bytes for _, num_bytes, *_ in operations] == sizes
+    assert all(is_on_host for *_, is_on_host in operations)
+    assert watching.told[-2:] == ["under way", "waited"]
+    assert _compat.profiler_is_on() is False
+    with torch.profiler.profile():
+        assert _compat.profiler_is_on() is True

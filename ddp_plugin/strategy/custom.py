@@ -24,7 +24,7 @@ from ddp_plugin.errors import explain
 from ddp_plugin.forwarding import note_original, original_of
 from ddp_plugin.hooks import CommHook, resolve_hook
 from ddp_plugin.logical_shards import check_num_shards, refuse_other_reductions
-from ddp_plugin.strategy.supervised import Supervised
+from ddp_plugin.strategy.traced import Traced
 from ddp_plugin.wrapping.arguments import check_ddp_arguments, refuse_contradictions
 
 __all__ = ["CustomDDPStrategy", "DataLoaderTransform", "register_strategies"]
@@ -33,7 +33,7 @@ DataLoaderTransform = Callable[[object, RunningStage], object]
 """``(loader, stage) -> loader``: sees each loader of each stage before its iterator exists."""
 
 
-class CustomDDPStrategy(Supervised):
+class CustomDDPStrategy(Traced):
     """Distributed data parallel training that gives one process's numbers.
 
     It takes every keyword of :class:`lightning.pytorch.strategies.DDPStrategy` and of

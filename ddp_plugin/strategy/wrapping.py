@@ -92,6 +92,15 @@ class FollowingWrap(MatchedReductions):
         if isinstance(self.model, DistributedDataParallel) and not self._hook_is_registered:
             self._register_ddp_hooks()
 
+    def remove_bucket_observer(self, observer: BucketObserver) -> None:
+        """Lets ``observer`` see no more buckets; one that was never added is let alone. The hook stays.
+
+        Collectives:
+            None.
+        """
+        if observer in self._bucket_observers:
+            self._bucket_observers.remove(observer)
+
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         self._hook_is_registered = self._first_backward_done = self._pl_static_graph_delay_done = False
         self._unused_at_first = []
