@@ -1,15 +1,15 @@
-"""The command line: ``ddp-plugin doctor | plan | ring``."""
+"""The command line: ``ddp-plugin doctor | plan | tune | ring``."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
 from ddp_plugin import __version__
-from ddp_plugin.commands import doctor, plan, ring
+from ddp_plugin.commands import doctor, plan, ring, tune
 
 __all__ = ["main"]
 
-_COMMANDS = {"doctor": doctor, "plan": plan, "ring": ring}
+_COMMANDS = {"doctor": doctor, "plan": plan, "tune": tune, "ring": ring}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
