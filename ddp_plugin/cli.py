@@ -1,15 +1,15 @@
-"""The command line: ``ddp-plugin doctor | plan | ring | trace``."""
+"""The command line: ``ddp-plugin doctor | plan | tune | trace | ring``."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
 from ddp_plugin import __version__
-from ddp_plugin.commands import doctor, plan, ring, trace
+from ddp_plugin.commands import doctor, plan, ring, trace, tune
 
 __all__ = ["main"]
 
-_COMMANDS = {"doctor": doctor, "plan": plan, "ring": ring, "trace": trace}
+_COMMANDS = {"doctor": doctor, "plan": plan, "tune": tune, "trace": trace, "ring": ring}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

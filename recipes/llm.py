@@ -40,6 +40,7 @@ from run import (
     say,
     say_if_finished,
     trainer_options,
+    tuning_options,
 )
 from settings import Limits, SettingsError, check_limits, load_settings
 from text import Corpus, TokenFiles, bits_per_byte, find_corpus, order0_bits_per_byte
@@ -96,6 +97,32 @@ def main(argv: list[str]) -> None:
     say(f"The result\n{table(result)}")
     if trainer.is_global_zero and settings.sample.num_tokens:
         print(f"A sample\n{sample(model, settings.sample, settings.seed)}")
+
+
+def for_tuning(argv: list[str]) -> dict[str, Any]:
+    """Returns arguments of :func:`ddp_plugin.tune`, as ``ddp-plugin tune --recipe recipes/llm.py`` asks for them.
+
+    Args:
+        argv: settings as for :func:`main`.
+
+    Raises:
+        SettingsError: settings that cannot be, or a corpus that is not there.
+    """
+    settings = load_settings("llm", argv)
+    chosen = settings.data
+    with mistakes_of_settings():
+        check_limits(settings, LIMITS)
+        config = TransformerConfig(vocab_size=settings.tokenizer.vocab_size, **settings.model)
+        plan = make_plan(settings, config)
+        corpus = find_corpus(chosen.path, list(chosen.patterns), chosen.max_bytes, chosen.validation_ratio)
+        files = TokenFiles(corpus, config.vocab_size, chosen.cache_dir)
+    pl.seed_everything(settings.seed, workers=True, verbose=False)
+    return {
+        **tuning_options(settings, plan),
+        "model": LanguageModel(settings, config, files).to(stored_dtype(plan.precision)),
+        "datamodule": TextData(settings, plan, files),
+        "gradient_clip_val": settings.optimizer.clip_norm or None,
+    }
 
 
 def describe_run(argv: list[str]) -> DescribedRun:

@@ -41,6 +41,7 @@ from run import (
     say,
     say_if_finished,
     trainer_options,
+    tuning_options,
 )
 from settings import Limits, check_limits, load_settings
 from sources import load_images
@@ -96,6 +97,34 @@ def main(argv: list[str]) -> None:
     if splits.test_is_val:
         rows.append(("test images", "those of val/, because there is no folder test/"))
     say(f"The result\n{table(rows)}")
+
+
+def for_tuning(argv: list[str]) -> dict[str, Any]:
+    """Returns arguments of :func:`ddp_plugin.tune`, as ``ddp-plugin tune --recipe recipes/resnet.py`` asks for them.
+
+    Args:
+        argv: settings as for :func:`main`.
+
+    Raises:
+        SettingsError: settings that cannot be, or images that are not there.
+    """
+    settings = load_settings("resnet", argv)
+    with mistakes_of_settings():
+        check_limits(settings, LIMITS)
+        if (splits := find_images(settings)) is None:
+            raise ValueError(explain("images", "dry_run=true", "Leave it out: tuning trains"))
+        sizes = Sizes.of(splits)
+        plan, _ = make_plan(settings, sizes)
+    torch.set_num_threads(settings.trainer.threads_per_process)
+    torch.set_float32_matmul_precision("high")
+    pl.seed_everything(settings.seed, workers=True, verbose=False)
+    return {
+        **tuning_options(settings, plan),
+        "model": ImageClassifier(settings, sizes).to(stored_dtype(plan.precision)),
+        "datamodule": ImageLoaders(settings, splits),
+        "callbacks": [ConvertSyncBatchNorm()] if settings.sync_batchnorm else [],
+        "benchmark": settings.trainer.accelerator != "cpu",
+    }
 
 
 def describe_run(argv: list[str]) -> DescribedRun:

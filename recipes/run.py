@@ -38,6 +38,7 @@ __all__ = [
     "say",
     "say_if_finished",
     "trainer_options",
+    "tuning_options",
 ]
 
 say = rank_zero_only(print)
@@ -250,6 +251,16 @@ def loader_options(settings: DictConfig) -> dict[str, Any]:
         "num_workers": num_workers,
         "persistent_workers": num_workers > 0,
         "pin_memory": settings.trainer.accelerator != "cpu" and torch.cuda.is_available(),
+    }
+
+
+def tuning_options(settings: DictConfig, plan: Plan) -> dict[str, Any]:
+    """Returns the arguments of :func:`ddp_plugin.tune` that both recipes share."""
+    options = trainer_options(settings, plan, [])
+    names = ("accelerator", "devices", "num_nodes", "precision", "accumulate_grad_batches")
+    return {name: options[name] for name in names} | {
+        "strategy": settings.strategy,
+        "keep_workers": True,  # as loader_options has it
     }
 
 

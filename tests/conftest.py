@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
+os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of Lightning's use of it, for Lightning to change
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole-parity-table", action="store_true", help="every cell of the parity table, not a sample")

@@ -72,7 +72,7 @@ def test_ring_draws_the_walk(ending: str, tmp_path: Path) -> None:
         (["plan", "--model", "tests.test_command_line"], "colon"),
         (["plan", "--model", "tests.test_command_line:Nothing"], "Nothing"),
         (["plan", "--model", "no.such.module:Net"], "no.such.module"),
-        (["plan", "--model", "tests.test_command_line:not_a_model"], "a torch module"),
+        (["plan", "--model", "tests.test_command_line:not_a_model"], "a Module from --model"),
         (["plan"], "--parameters, --model or --recipe"),
         (["plan", "--parameters", "1e6", "--gpus", "0"], "--gpus"),
         (["plan", "--recipe", "no/such/script.py"], "a training script"),

@@ -10,10 +10,16 @@ import pytest
 
 from tests.harness import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RUN_ELSEWHERE = {  # they need arguments, or a notebook
+    "lightning-cli.md": "tests/test_lightning_cli.py",
+    "hydra.md": "tests/test_hydra.py",
+    "jupyter.md": "tests/test_jupyter.py",
+}
 BLOCKS = [
     pytest.param(block, id=f"{page.name}-{index}")
     for page in PAGES
+    if page.name not in RUN_ELSEWHERE
     for index, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M))
 ]
 
@@ -21,6 +27,13 @@ BLOCKS = [
 def test_there_are_blocks_and_pages() -> None:
     assert len(BLOCKS) >= 4
     assert {page.name for page in PAGES} >= {"README.md", "tour.md", "choosing.md", "guarantees.md", "step.md"}
+
+
+@pytest.mark.parametrize(("name", "test"), RUN_ELSEWHERE.items())
+def test_pages_that_run_elsewhere_are_read_there(name: str, test: str) -> None:
+    (page,) = (page for page in PAGES if page.name == name)
+    assert len(re.findall(r"^```python\n", page.read_text(), re.M)) == 1  # the one that is run there
+    assert f'"how-to" / "{name}"' in (ROOT / test).read_text()
 
 
 @pytest.mark.parametrize("block", BLOCKS)

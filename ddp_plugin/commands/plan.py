@@ -2,11 +2,8 @@
 
 import argparse
 import dataclasses
-import importlib
 import json
 import math
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,7 @@ from ddp_plugin.planning.memory import OPTIMIZERS, PRECISIONS, activation_bytes,
 from ddp_plugin.planning.predicting import Prediction, Shapes
 from ddp_plugin.planning.run_plan import RunPlan, make_plan, render_plan
 from ddp_plugin.planning.traced import Trace, assume_trace, repeated, trace_step
+from ddp_plugin.scripts import build_by_name
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -240,7 +238,7 @@ def _model(chosen: argparse.Namespace, run: _Run) -> tuple[str, Shapes, Trace, i
     if chosen.parameters is not None:
         shapes = _assumed_shapes(int(chosen.parameters))
         return f"a model of {chosen.parameters:g} parameters", shapes, assumed(shapes), 0
-    module = _built(chosen.model)
+    module = build_by_name("--model", chosen.model, nn.Module)
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
     example = _example_loss(module)
     activations = activation_bytes(module, example) if example is not None else 0
@@ -256,29 +254,6 @@ def _assumed_shapes(num_parameters: int) -> dict[str, tuple[int, ...]]:
     whole, left = divmod(num_parameters, _WIDTH**2)
     shapes: dict[str, tuple[int, ...]] = {f"matrix {number}": (_WIDTH, _WIDTH) for number in range(whole)}
     return shapes | ({"the rest": (1, left)} if left else {})
-
-
-def _built(path: str) -> nn.Module:
-    """Imports a class or function, and calls it."""
-    module_name, _, name = path.partition(":")
-    if not name:
-        raise ValueError(explain("--model PACKAGE.MODULE:NAME", repr(path), "Put a colon before the class or function"))
-    sys.path.insert(0, os.getcwd())  # as `python -m` does: what a person has in front of them can be imported
-    try:
-        built = getattr(importlib.import_module(module_name), name)()
-    except (ImportError, AttributeError, TypeError) as error:
-        raise ValueError(
-            explain(
-                f"{name!r} in the module {module_name!r}, called without arguments",
-                f"{type(error).__name__}: {error}",
-                "Name a class or a function that returns the model",
-            )
-        ) from error
-    finally:
-        sys.path.remove(os.getcwd())
-    if not isinstance(built, nn.Module):
-        raise ValueError(explain("a torch module", type(built).__name__, "Return the model from the function"))
-    return built
 
 
 def _example_loss(module: nn.Module) -> Any:

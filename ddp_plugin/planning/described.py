@@ -1,7 +1,5 @@
 """What a training script says of its run before it starts, so that a plan need not be told the same again."""
 
-import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ from ddp_plugin.errors import explain
 from ddp_plugin.learning_rate import EffectiveBatch
 from ddp_plugin.planning.memory import PRECISIONS
 from ddp_plugin.planning.traced import Trace, trace_step
+from ddp_plugin.scripts import ask_script
 
 __all__ = ["DescribedRun", "describe_script"]
 
@@ -92,24 +91,7 @@ def describe_script(path: Path, arguments: Sequence[str]) -> DescribedRun:
     Collectives:
         None.
     """
-    if not path.is_file():
-        raise ValueError(explain("a training script, such as recipes/llm.py", str(path), "Correct the path"))
-    sys.path.insert(0, str(path.resolve().parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    describe = getattr(module, "describe_run", None)
-    if describe is None:
-        raise ValueError(
-            explain(
-                "a script with a function describe_run(arguments) that returns a DescribedRun",
-                f"none in {path}",
-                "Write one as in recipes/llm.py, or plan from --model",
-            )
-        )
-    described = describe(list(arguments))
+    described = ask_script(path, "describe_run", arguments)
     if not isinstance(described, DescribedRun):
         raise ValueError(explain("describe_run to return a DescribedRun", type(described).__name__, "Correct it"))
     return described

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from ddp_plugin.config import StrategyConfig
 from ddp_plugin.errors import counted
+from ddp_plugin.tuning.layouts import arranged, check_layout
 
 __all__ = ["MIN_ROUNDS", "Candidate", "Row", "Spread", "Tuning", "candidates", "fastest", "is_faster", "slowest"]
 
@@ -46,12 +47,14 @@ class Candidate:
         name: the same in words; ``"default"`` for the settings that were given.
         note: what a reader has to know before using it, such as that it changes numbers.
         may_win: whether it may be chosen; otherwise it is measured for comparison only.
+        num_workers: data workers of each rank; ``None`` where the training loaders stay as they are.
     """
 
     settings: Mapping[str, Any]
     name: str
     note: str = ""
     may_win: bool = True
+    num_workers: int | None = None
 
 
 def candidates(base: StrategyConfig, values: Mapping[str, Sequence[Any]]) -> list[Candidate]:
@@ -143,6 +146,8 @@ class Tuning:
         num_steps: optimizer steps in each measurement.
         world_size: number of processes.
         made_with: versions, machine and date, one line each.
+        loaders: what was found of the number of data workers, with these settings; ``None`` where it did not compete.
+        data_class: import path of the datamodule, where its constructor takes ``num_workers``; else ``None``.
     """
 
     config: StrategyConfig
@@ -153,6 +158,13 @@ class Tuning:
     num_steps: int = 0
     world_size: int = 1
     made_with: tuple[str, ...] = field(default=())
+    loaders: "Tuning | None" = None
+    data_class: str | None = None
+
+    @property
+    def num_workers(self) -> int | None:
+        """Data workers to give each rank; ``None`` to leave the loaders as they are."""
+        return self.loaders.chosen.num_workers if self.loaders is not None else None
 
     @property
     def is_default(self) -> bool:
@@ -160,16 +172,22 @@ class Tuning:
         return self.chosen.name == "default"
 
     def __str__(self) -> str:
-        return "\n".join([*self._table(), self.reason])
+        return "\n".join([*self._table(), self.reason, *([str(self.loaders)] if self.loaders is not None else [])])
 
-    def to_yaml(self, section: str | None = None) -> str:
+    def to_yaml(self, section: str | None = None, layout: str = "strategy") -> str:
         """Returns the settings as YAML, below comments that say how they were found.
 
         Fields that competed are written out, also where they have their default; others only where they were given.
 
         Args:
-            section: put them under this key, such as ``"strategy"`` for the recipes.
+            section: put them under this key; only where ``layout="strategy"``.
+            layout: one of :data:`ddp_plugin.tuning.layouts.LAYOUTS`: ``"recipe"`` is a variant of a recipe's
+                configuration, ``"lightning"`` and ``"lightning_fixed"`` are what LightningCLI reads on top of one.
+
+        Raises:
+            ValueError: an unknown layout, or a section of another than the strategy's.
         """
+        check_layout(layout, section)
         usual = StrategyConfig()
         names = [f.name for f in fields(StrategyConfig)]
         values = {name: getattr(self.config, name) for name in names}
@@ -178,8 +196,15 @@ class Tuning:
             for name, value in values.items()
             if name in self.chosen.settings or value != getattr(usual, name)
         }
-        comments = ["Written by ddp_plugin.tune().", *self.made_with, *self._table(), self.reason]
-        body = OmegaConf.to_yaml(OmegaConf.create({section: written} if section is not None else written))
+        plain = OmegaConf.to_container(OmegaConf.create(written))
+        assert isinstance(plain, dict)
+        settings = arranged(
+            {str(key): value for key, value in plain.items()}, self.num_workers, layout, self.data_class
+        )
+        comments = ["Written by ddp_plugin.tune().", *self.made_with, str(self)]
+        if self.num_workers is not None and "data" not in settings:
+            comments.append(f"Not in this file: num_workers={self.num_workers} for the training loader.")
+        body = OmegaConf.to_yaml(OmegaConf.create({section: settings} if section is not None else settings))
         return "".join(f"# {line}".rstrip() + "\n" for line in "\n".join(comments).splitlines()) + body
 
     def _table(self) -> list[str]:

@@ -8,7 +8,7 @@ import random
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -16,14 +16,17 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ddp_plugin.data.loaders import asks_its_sampler, replaced
 from ddp_plugin.errors import DDPPluginError, explain
 from ddp_plugin.streams import StreamStates
 
 __all__ = [
+    "PREFETCHED_PER_WORKER",
     "SET_BY_TRIALS",
     "StepClock",
     "TrialRun",
@@ -33,6 +36,7 @@ __all__ = [
     "fresh_loaders",
     "kept_settings",
     "untouched_process",
+    "with_workers",
 ]
 
 _MAX_STEPS = 1_000_000  # never reached: a finite number for schedules that ask how long the run will be
@@ -60,15 +64,16 @@ SET_BY_TRIALS: dict[str, Any] = {
 class StepClock(pl.Callback):
     """Times a window of training batches, and ends the run behind it.
 
-    The device is synchronised at both ends of the window and at the ends of epochs inside it, never in a step. What
-    lies between two epochs does not count.
+    The device is synchronised at both ends of the window and at the ends of epochs inside it, never in a step.
 
     Args:
         num_warmup_batches: batches before the window.
         num_batches: batches in the window.
+        counts_epoch_starts: whether what lies between two epochs counts, such as the start of data workers.
     """
 
-    def __init__(self, num_warmup_batches: int, num_batches: int) -> None:
+    def __init__(self, num_warmup_batches: int, num_batches: int, counts_epoch_starts: bool = False) -> None:
+        self._counts_epoch_starts = counts_epoch_starts
         self._first, self._last = num_warmup_batches, num_warmup_batches + num_batches
         self._num_done = 0
         self._since_s: float | None = None
@@ -105,7 +110,7 @@ class StepClock(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stops the clock until the next epoch's first batch."""
-        if self._num_done < self._last:
+        if self._num_done < self._last and not self._counts_epoch_starts:
             self._stop(trainer)
 
     def _stop(self, trainer: pl.Trainer) -> None:
@@ -122,6 +127,45 @@ def _now_s(trainer: pl.Trainer) -> float:
 
 
 # -------------------------------------------------------------------------------------------------- the user's objects
+
+PREFETCHED_PER_WORKER = 2
+"""Batches that torch's ``DataLoader`` lets each worker prepare ahead, where nothing else was asked for."""
+
+
+def with_workers(num_workers: int, keep_alive: bool | None = None) -> Callable[[object, RunningStage], object]:
+    """Returns a transform of loaders that gives each training loader so many data workers.
+
+    The order of samples stays; random numbers that a dataset draws inside workers become others.
+
+    Args:
+        num_workers: workers of each loader on each rank; 0 loads in the rank's own process.
+        keep_alive: whether workers live on over epochs; ``None``: as the loader has it.
+
+    Returns:
+        What ``CustomDDPStrategy.add_dataloader_transform`` takes. It raises a ``ValueError`` for a loader that may
+        deliver something else with other workers: one with an iterable dataset, or with an ``__iter__`` of its own.
+    """
+
+    def transform(loader: object, stage: RunningStage) -> object:
+        if stage is not RunningStage.TRAINING:
+            return loader
+        if not isinstance(loader, DataLoader) or not asks_its_sampler(loader):
+            raise ValueError(
+                explain(
+                    "a DataLoader with a map-style dataset, whose samples do not depend on the number of workers",
+                    f"{type(loader).__name__} of {type(getattr(loader, 'dataset', None)).__name__}",
+                    "Choose its number of workers by hand",
+                )
+            )
+        is_kept = loader.persistent_workers if keep_alive is None else keep_alive
+        return replaced(
+            loader,
+            num_workers=num_workers,
+            prefetch_factor=(loader.prefetch_factor or PREFETCHED_PER_WORKER) if num_workers else None,
+            persistent_workers=is_kept and num_workers > 0,
+        )
+
+    return transform
 
 
 @contextmanager
@@ -320,6 +364,7 @@ class TrialRun:
         datamodule: as for ``Trainer.fit``, or ``None``; runs see copies of it (see :func:`fresh_datamodule`).
         callbacks: callbacks that belong to a step.
         trainer_settings: further arguments of the Trainer, none of :data:`SET_BY_TRIALS`.
+        counts_epoch_starts: see :class:`StepClock`.
     """
 
     def __init__(
@@ -329,7 +374,9 @@ class TrialRun:
         datamodule: pl.LightningDataModule | None,
         callbacks: Sequence[pl.Callback],
         trainer_settings: Mapping[str, Any],
+        counts_epoch_starts: bool = False,
     ) -> None:
+        self.counts_epoch_starts = counts_epoch_starts
         self.model, self.train_dataloaders, self.datamodule = model, train_dataloaders, datamodule
         self.callbacks, self.trainer_settings = list(callbacks), dict(trainer_settings)
 
@@ -364,7 +411,7 @@ class TrialRun:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp_plugin-tune-"))
             num_micro_batches = self.trainer_settings.get("accumulate_grad_batches", 1)
             num_batches = num_steps * num_micro_batches
-            clock = StepClock(num_warmup_steps * num_micro_batches, num_batches)
+            clock = StepClock(num_warmup_steps * num_micro_batches, num_batches, self.counts_epoch_starts)
             num_epochs = num_warmup_steps * num_micro_batches + num_batches  # enough if one has a single batch
             trainer = self.make_trainer(strategy, clock, max_epochs=num_epochs, default_root_dir=folder)
             model.configure_callbacks = list  # type: ignore[method-assign]  # they may write, or need metrics

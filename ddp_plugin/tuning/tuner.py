@@ -1,7 +1,9 @@
 """``tune()``: settings of the strategy, chosen by short measured runs of the user's own training."""
 
+import inspect
 import itertools
 import json
+import math
 import numbers
 import os
 import platform
@@ -23,12 +25,22 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_plugin import _compat, process_group
 from ddp_plugin.callbacks._recording import StepRecording
 from ddp_plugin.config import StrategyConfig
+from ddp_plugin.doctor.loaders import workers_per_rank
+from ddp_plugin.doctor.machine import look_at_machine
 from ddp_plugin.errors import DDPPluginError, counted, explain
 from ddp_plugin.gather import gather_objects
 from ddp_plugin.hooks import HOOKS, CommHook, Contents, resolve_hook
 from ddp_plugin.strategy import CustomDDPStrategy
 from ddp_plugin.tuning.choice import MIN_ROUNDS, Candidate, Row, Spread, Tuning, candidates, fastest, is_faster, slowest
-from ddp_plugin.tuning.trials import SET_BY_TRIALS, TrialRun, kept_settings, untouched_process
+from ddp_plugin.tuning.layouts import check_layout
+from ddp_plugin.tuning.trials import (
+    PREFETCHED_PER_WORKER,
+    SET_BY_TRIALS,
+    TrialRun,
+    kept_settings,
+    untouched_process,
+    with_workers,
+)
 
 __all__ = ["tune"]
 
@@ -47,12 +59,15 @@ def tune(
     comm_hooks: Sequence[str | Mapping[str, Any] | None] = (),
     static_graph: Sequence[bool] = (),
     gradient_as_bucket_view: Sequence[bool] = (),
+    num_workers: Sequence[int] | str = (),
+    keep_workers: bool | None = None,
     num_steps: int = 20,
     num_warmup_steps: int = 5,
     num_rounds: int = 7,
     callbacks: Sequence[pl.Callback] = (),
     path: str | os.PathLike[str] | None = None,
     section: str | None = None,
+    layout: str = "strategy",
     overwrite: bool = False,
     **trainer_settings: Any,
 ) -> Tuning:
@@ -69,6 +84,10 @@ def tune(
     of the slowest rank. The rule is that of :mod:`ddp_plugin.tuning.choice`: a candidate has to be faster than the
     default in the upper quartile of its rounds, and again in fresh rounds; otherwise the default, the given settings,
     is kept. A candidate that fails on all ranks is left out with its reason.
+
+    Numbers of data workers compete afterwards, by the same rule and with the settings that were chosen, because they
+    have nothing to do with gradients: also on one process. Those runs are long enough that what workers have prepared
+    before the clock starts counts little, and the starts of epochs count.
 
     Trial runs write nothing and leave nothing behind: each trains copies of the module, of the loaders and of the
     callbacks; random streams, determinism and benchmarking are put back. So are generators, samplers and loaders that a
@@ -91,6 +110,10 @@ def tune(
             default, because most of them change the numbers; the table says which.
         static_graph: values to try; ``True`` is a promise about the model.
         gradient_as_bucket_view: values to try.
+        num_workers: numbers of data workers of each rank to try, besides the loaders as they are; ``"auto"``: 0 and
+            powers of two up to what this machine's cores and memory allow. Loaders keep their order; random numbers
+            drawn inside workers become others.
+        keep_workers: whether the workers of those trials live on over epochs; ``None``: as the loaders have it.
         num_steps: optimizer steps that count in each measurement; for hooks that exchange every few steps, rounded up
             to whole periods.
         num_warmup_steps: steps before those, at least 3, because DDP rebuilds its buckets in them. A hook whose first
@@ -100,14 +123,19 @@ def tune(
             monitors and checkpoints, which write files.
         path: a YAML file to write: what ``CustomDDPStrategy.from_config(OmegaConf.load(path))`` takes, below comments
             with the table. Rank 0 writes it, in one piece; every rank of its node looks first whether that can be.
-        section: put the settings under this key: ``"strategy"`` makes the file a variant of a recipe's configuration.
+        section: put the settings under this key.
+        layout: for whom the file is: ``"strategy"``; ``"recipe"``, a variant of a recipe's configuration;
+            ``"lightning"``, what LightningCLI reads on top of a configuration; or ``"lightning_fixed"``, the same for a
+            ``LightningCLI(Model, Data)``. All but the first hold the number of workers too, where one was chosen (for
+            LightningCLI, where the datamodule's constructor takes ``num_workers``).
         overwrite: whether an existing file may be replaced.
         **trainer_settings: arguments of the Trainer: ``devices``, ``accelerator``, ``precision``,
             ``accumulate_grad_batches``, ``gradient_clip_val``, ….
 
     Returns:
         What was measured and chosen, the same on all ranks; ``.config`` is the
-        :class:`~ddp_plugin.StrategyConfig` to train with. One process reduces nothing: it gets the default, unmeasured.
+        :class:`~ddp_plugin.StrategyConfig` to train with and ``.num_workers`` the number of data workers. One process
+        reduces nothing: it gets the default settings, unmeasured.
 
     Raises:
         TypeError: an argument of another type.
@@ -129,30 +157,52 @@ def tune(
     _check_numbers(num_rounds=(num_rounds, MIN_ROUNDS))
     _check_training(model, train_dataloaders, datamodule, trainer_settings)
     _check_callbacks(callbacks)
+    _check_workers(num_workers)
+    check_layout(layout, section)
     values = {
         "comm_hook": _plain_hooks(comm_hooks),
         "bucket_cap_mb": _sizes("bucket_caps_mb", bucket_caps_mb),
         "static_graph": _switches("static_graph", static_graph),
         "gradient_as_bucket_view": _switches("gradient_as_bucket_view", gradient_as_bucket_view),
     }
-    contest = _Contest(
-        TrialRun(model, train_dataloaders, datamodule, callbacks, trainer_settings),
-        base,
-        [_described(candidate) for candidate in candidates(base, values)],
-        (num_warmup_steps, num_steps, num_rounds),
-    )
+    training = (model, train_dataloaders, datamodule, callbacks, trainer_settings)
+    run = TrialRun(*training)
+    competing = [_described(candidate) for candidate in candidates(base, values)]
+    if len(competing) == 1 and not num_workers:
+        raise ValueError(
+            explain(
+                "settings to compare with the default",
+                "none besides it",
+                "Give bucket_caps_mb, comm_hooks, static_graph, gradient_as_bucket_view or num_workers other values",
+            )
+        )
+    contest = _Contest(run, base, competing, (num_warmup_steps, num_steps, num_rounds))
     with kept_settings():  # until the processes are started, which inherit them
-        trainer = contest.run.make_trainer(CustomDDPStrategy.from_config(base))
+        trainer = run.make_trainer(CustomDDPStrategy.from_config(base))
     if path is not None:
         _check_path(Path(path), overwrite, trainer)
     if trainer.world_size == 1:
         reason = "Nothing was measured: one process has no gradients to exchange. The default is kept."
-        tuning = Tuning(base, contest.candidates[0], reason, made_with=_made_with())
+        tuning = Tuning(base, competing[0], reason, made_with=_made_with())
+    elif len(competing) == 1:
+        tuning = Tuning(base, competing[0], "Only data workers were to be compared.", made_with=_made_with())
     else:
         tuning = _launched(contest, trainer)
+    tuning = replace(tuning, data_class=_class_that_takes_workers(datamodule))
     rank_zero_info(f"ddp_plugin.tune: {tuning.reason}")
+    if num_workers:
+        counts = _worker_counts(num_workers, trainer.num_devices)
+        lengths = _lengths_for_workers(counts, num_warmup_steps, num_steps, trainer.accumulate_grad_batches)
+        rows = [Candidate({}, "default"), *(Candidate({}, f"num_workers={n}", num_workers=n) for n in counts)]
+        run = TrialRun(*training, counts_epoch_starts=True)
+        contest = _Contest(run, tuning.config, rows, (*lengths, num_rounds), keep_workers)
+        with kept_settings():
+            trainer = run.make_trainer(CustomDDPStrategy.from_config(tuning.config))
+        loaders = _launched(contest, trainer)
+        tuning = replace(tuning, loaders=replace(loaders, reason=f"Data workers. {loaders.reason}"))
+        rank_zero_info(f"ddp_plugin.tune: Data workers. {loaders.reason}")
     if path is not None:
-        _write_once(tuning.to_yaml(section), Path(path) if trainer.global_rank == 0 else None)
+        _write_once(tuning.to_yaml(section, layout), Path(path) if trainer.global_rank == 0 else None)
     return tuning
 
 
@@ -226,6 +276,39 @@ def _switches(name: str, values: Any) -> list[bool]:
         if not isinstance(value, bool):
             raise TypeError(explain(f"{name} of True and False", repr(value), "Write it as one of them"))
     return switches
+
+
+def _check_workers(num_workers: Any) -> None:
+    if num_workers != "auto":
+        for count in _listed("num_workers", num_workers):
+            _check_numbers(num_workers=(count, 0))
+
+
+def _worker_counts(num_workers: Sequence[int] | str, num_local_ranks: int) -> list[int]:
+    """Returns the numbers of workers to try, each once."""
+    if not isinstance(num_workers, str):
+        return list(dict.fromkeys(num_workers))
+    most = max(1, workers_per_rank(look_at_machine(), num_local_ranks))
+    return sorted({0, most, *(2**power for power in range(most.bit_length()))})
+
+
+def _lengths_for_workers(
+    counts: Sequence[int], num_warmup_steps: int, num_steps: int, num_accumulated: int
+) -> tuple[int, int]:
+    """Returns warm-up and counted steps so long that batches prepared ahead of the clock cannot decide.
+
+    The warm-up uses up twice what workers can prepare ahead; of the counted batches, a quarter at most can have been.
+    """
+    num_ahead = PREFETCHED_PER_WORKER * max(counts)
+    least_warmup, least = (math.ceil(factor * num_ahead / num_accumulated) for factor in (2, 4))
+    return max(num_warmup_steps, least_warmup), max(num_steps, least)
+
+
+def _class_that_takes_workers(datamodule: pl.LightningDataModule | None) -> str | None:
+    """Returns the import path of a datamodule whose constructor has an argument ``num_workers``."""
+    if datamodule is None or "num_workers" not in inspect.signature(type(datamodule)).parameters:
+        return None
+    return f"{type(datamodule).__module__}.{type(datamodule).__qualname__}"
 
 
 def _check_callbacks(callbacks: Any) -> None:
@@ -314,18 +397,16 @@ class _Contest:
     """The candidates and how they are measured; it travels to the processes that measure."""
 
     def __init__(
-        self, run: TrialRun, base: StrategyConfig, competing: list[Candidate], lengths: tuple[int, int, int]
+        self,
+        run: TrialRun,
+        base: StrategyConfig,
+        competing: list[Candidate],
+        lengths: tuple[int, int, int],
+        keep_workers: bool | None = None,
     ) -> None:
         self.run, self.base, self.candidates = run, base, competing
         self.num_warmup_steps, self.num_steps, self.num_rounds = lengths
-        if len(competing) == 1:
-            raise ValueError(
-                explain(
-                    "settings to compare with the default",
-                    "none besides it",
-                    "Give bucket_caps_mb, comm_hooks, static_graph or gradient_as_bucket_view other values",
-                )
-            )
+        self.keep_workers = keep_workers
         for candidate in competing:  # before any process is started
             self.strategy(candidate)
 
@@ -341,6 +422,8 @@ class _Contest:
             config = replace(config, comm_hook=spec | {"start_step": self.num_warmup_steps - 1})
         strategy = CustomDDPStrategy.from_config(config)
         strategy.ends_all_on_failure = False  # a candidate may fail, and the ranks meet after it
+        if candidate.num_workers is not None:
+            strategy.add_dataloader_transform(with_workers(candidate.num_workers, self.keep_workers))
         return strategy
 
     def measure(self, device_type: str) -> dict[str, Any]:
@@ -466,7 +549,7 @@ def _launched(contest: _Contest, trainer: pl.Trainer) -> Tuning:
     num_runs = len(contest.candidates) * contest.num_rounds
     rank_zero_info(
         f"ddp_plugin.tune: {counted(len(contest.candidates), 'candidate')} in {counted(contest.num_rounds, 'round')} "
-        f"on {trainer.world_size} processes: {counted(num_runs, 'trial run')}, and a few more."
+        f"on {counted(trainer.world_size, 'process')}: {counted(num_runs, 'trial run')}, and a few more."
     )
     launcher, device_type = trainer.strategy.launcher, trainer.strategy.root_device.type
     port = os.environ.get("MASTER_PORT")
