@@ -29,10 +29,10 @@ lint: $(VENV)/.installed
 
 # The site, into site/: open site/index.html. A warning ends the build. Signatures are laid out by ruff, which is looked for on the path.
 docs: $(VENV)/.installed
-	PATH="$(abspath $(BIN)):$$PATH" mkdocs build --strict $(ARGS)
+	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" mkdocs build --strict $(ARGS)
 
 docs-serve: $(VENV)/.installed
-	PATH="$(abspath $(BIN)):$$PATH" mkdocs serve $(ARGS)
+	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" mkdocs serve $(ARGS)
 
 # The pictures of the pages, by the project's own commands and callbacks.
 pictures: $(VENV)/.installed
