@@ -2,6 +2,7 @@
 
 import ast
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,10 @@ class Quadratic(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.point = torch.nn.Parameter(torch.zeros(3))
+        self.norm = torch.nn.BatchNorm1d(3)  # for ConvertSyncBatchNorm
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return (self.point - batch).square().sum(1).mean()
+        return (self.point - batch).square().sum(1).mean() + 0 * self.norm(batch).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-4)
@@ -56,6 +58,7 @@ def every_callback() -> list[pl.Callback]:
 
 
 def keys_logged(folder: str, only: str | None = None) -> dict[str, set[str]]:
+    warnings.simplefilter("ignore")  # callbacks speak of a slow rank, and of what they find nothing of
     loggers = [CSVLogger(folder), TensorBoardLogger(folder), plain := Plain()]
     chosen = [callback for callback in every_callback() if only in (None, type(callback).__name__)]
     run = trainer(
