@@ -19,6 +19,8 @@ LAUNCHER = (
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
 )
 
+KEPT: list[object] = []  # the globals of a program: they live as long as its process, as they do without runpy
+
 
 def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix().removeprefix("docs/")
@@ -50,7 +52,7 @@ def run_as_a_program(path: str) -> None:
             del os.environ[name]
     os.environ["PYTHONPATH"] = str(ROOT)
     sys.argv = [path]
-    runpy.run_path(path, run_name="__main__")
+    KEPT.append(runpy.run_path(path, run_name="__main__"))
 
 
 def run_block(block: str, folder: Path) -> None:
