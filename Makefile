@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: llm resnet test lint parity bench bench-slow-link losses exit-codes chaos test-gpu clean
+.PHONY: llm resnet test lint docs docs-serve pictures parity bench bench-slow-link losses exit-codes chaos test-gpu clean
 
 llm: $(VENV)/.installed
 	$(BIN)/python recipes/llm.py $(ARGS)
@@ -26,6 +26,17 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The site, into site/: open site/index.html. A warning ends the build. Signatures are laid out by ruff, which is looked for on the path.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" mkdocs build --strict $(ARGS)
+
+docs-serve: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" mkdocs serve $(ARGS)
+
+# The pictures of the pages, by the project's own commands and callbacks.
+pictures: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python docs/make_pictures.py
 
 # Every cell of the parity table; `make test` runs a sample of it.
 parity: $(VENV)/.installed
@@ -64,4 +75,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -453,8 +453,8 @@ def test_loggers_and_the_learning_rate_monitor_see_it(tmp_path):
     with open(logger.experiment.metrics_file_path) as file:
         rows = list(csv.DictReader(file))
     values = {name: [float(row[name]) for row in rows if row.get(name)] for name in rows[0]}
-    assert values["effective_batch_size"] == [4]
-    assert values["lr_scale_ratio"] == [4]
+    assert values["ddp/effective_batch_size"] == [4]
+    assert values["ddp/lr_scale_ratio"] == [4]
     assert values["lr-SGD/pg1"][0] == 0
     assert values["lr-SGD/pg1"][-1] == pytest.approx(0.4)
     assert values["lr-SGD/pg2"][-1] == pytest.approx(0.04)

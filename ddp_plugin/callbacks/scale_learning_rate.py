@@ -237,8 +237,8 @@ class ScaleLearningRate(Callback):
         scaled = f"; learning rates x {ratio:g} ({self.rule}, base {self.base_batch_size})" if ratio != 1 else ""
         rank_zero_info(f"Effective batch: {self.effective_batch}{scaled}")
         for logger in trainer.loggers:
-            metrics = {"effective_batch_size": float(self.effective_batch.total), "lr_scale_ratio": float(ratio)}
-            logger.log_metrics(metrics, step=trainer.global_step)
+            metrics = {"ddp/effective_batch_size": self.effective_batch.total, "ddp/lr_scale_ratio": ratio}
+            logger.log_metrics({key: float(value) for key, value in metrics.items()}, step=trainer.global_step)
 
     # --------------------------------------------------------------------------------------------------------- apply
 
