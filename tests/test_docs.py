@@ -20,7 +20,14 @@ BLOCKS = [
 
 def test_there_are_blocks_and_pages() -> None:
     assert len(BLOCKS) >= 4
-    assert {page.name for page in PAGES} >= {"README.md", "tour.md", "choosing.md", "guarantees.md", "step.md"}
+    assert {page.name for page in PAGES} >= {
+        "README.md",
+        "tour.md",
+        "choosing.md",
+        "guarantees.md",
+        "step.md",
+        "tutorials.md",
+    }
 
 
 @pytest.mark.parametrize("block", BLOCKS)
