@@ -76,6 +76,8 @@ def test_there_are_blocks_and_pages() -> None:
         "choosing.md",
         "guarantees.md",
         "how-to/hang.md",
+        "step.md",
+        "tutorials.md",
     }
 
 
