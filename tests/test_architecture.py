@@ -31,6 +31,7 @@ STORY = (
     "collectives.walkthrough",
     "collectives.cost",
     "collectives.traffic",
+    "collectives.pairwise",
     "collectives.execution",
     "collectives.drawing",
     "collectives.measuring",

@@ -22,6 +22,7 @@ from tests.benchmarks.slow_link.clock import EqualSteps, StepPlan, TimedSteps
 from tests.benchmarks.slow_link.costs import FITTED_BYTES, HELD_OUT_BYTES, predictions
 from tests.benchmarks.slow_link.hosts import (
     CONGESTION_CONTROL,
+    INTERFACE,
     Host,
     HostsError,
     burst_bytes,
@@ -518,6 +519,56 @@ def test_exact_all_reduces_use_a_slow_link_as_they_should() -> None:
     num_bytes = 4 * workload.config.num_parameters
     assert LINK_USE_LIMIT <= records[0]["packet_use"] < 1 + burst_bytes(20.0) / num_bytes
     assert records[0]["all_reduce_s"] > num_bytes * 8 / 20e6 * (1 - burst_bytes(20.0) / num_bytes)
+
+
+EXCHANGING = """
+import json, sys, time
+import torch, torch.distributed as dist
+from tests.benchmarks.slow_link.hosts import shape
+from ddp_plugin.collectives.pairwise import all_gather, all_to_all
+dist.init_process_group("gloo")
+shape(float(sys.argv[1]))
+parts, own = torch.zeros(2, int(sys.argv[2]), dtype=torch.uint8), torch.zeros(int(sys.argv[2]), dtype=torch.uint8)
+group, found = dist.group.WORLD, {}
+for name, exchange in {
+    "all_to_all": lambda: all_to_all(torch.empty_like(parts), parts, group),
+    "all_gather": lambda: all_gather(torch.empty_like(parts), own, group),
+    "gloo's all_to_all": lambda: dist.all_to_all_single(torch.empty_like(parts), parts),
+}.items():
+    times = []
+    for _ in range(3):
+        dist.barrier()
+        begin = time.perf_counter()
+        exchange()
+        dist.barrier()
+        times.append(time.perf_counter() - begin)
+    found[name] = sorted(times)[1]
+shape(None)
+dist.barrier()
+dist.destroy_process_group()
+print(json.dumps(found))
+"""
+
+
+def test_exchanges_use_both_directions_of_a_slow_link_at_once(tmp_path: Path) -> None:
+    if reason := why_no_namespaces():
+        pytest.skip(reason)
+    rate_mbit, num_bytes = 20.0, 500_000
+    with two_hosts() as hosts:
+        processes = []
+        for rank, host in enumerate(hosts):
+            variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29400"}
+            variables |= {"GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-c", EXCHANGING, str(rate_mbit), str(num_bytes)]
+            processes.append(host.start(command, os.environ | variables, tmp_path, tmp_path / f"log-{rank}"))
+        statuses = [process.wait(timeout=60) for process in processes]
+    said = (tmp_path / "log-0").read_text()
+    assert statuses == [0, 0], said
+    found = json.loads(said.splitlines()[-1])
+    ideal_s = num_bytes * 8 / (rate_mbit * 1e6)
+    assert ideal_s * 0.9 < found["all_to_all"] < 1.35 * ideal_s, found
+    assert ideal_s * 0.9 < found["all_gather"] < 1.35 * ideal_s, found
+    assert found["gloo's all_to_all"] > 1.5 * ideal_s, "else this detour is needed no more"
 
 
 def test_a_small_real_run() -> None:

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ddp_plugin._compat import all_gather_flat
+from ddp_plugin.collectives.pairwise import all_gather, all_to_all
 from ddp_plugin.errors import check_count, explain
 from ddp_plugin.hooks._blocks import CODECS, BlockCodec
 from ddp_plugin.hooks._contents import Contents
@@ -64,14 +64,14 @@ class TwoShot(Exchange):
 
         sent = codec.encode(parts)
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
+        all_to_all(received, sent, self.group)
         decoded = codec.decode(received, values.dtype)
         decoded[rank] = parts[rank]
         mean = decoded.sum(dim=0).mul_(1.0 / self.world_size)
 
         sums = codec.encode(mean[None])
         gathered = torch.empty_like(sent)
-        all_gather_flat(gathered, sums, self.group)
+        all_gather(gathered, sums, self.group)
         result = codec.decode(gathered, values.dtype)
         own.copy_(result.view(-1)[:num_elements])
         if error is not None:

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ddp_plugin._compat import all_gather_flat
+from ddp_plugin.collectives.pairwise import all_gather
 from ddp_plugin.errors import check_count, explain
 from ddp_plugin.hooks._contents import Contents
 from ddp_plugin.hooks._exchange import Exchange
@@ -89,9 +89,8 @@ class LargestElements(Exchange):
 
         position_dtype = _position_dtype(len(values))
         own = torch.cat([sent.view(torch.uint8), positions.to(position_dtype).view(torch.uint8)])
-        gathered = own.new_empty(self.world_size * len(own))
-        all_gather_flat(gathered, own, self.group)
-        by_rank = gathered.view(self.world_size, -1)
+        by_rank = own.new_empty(self.world_size, len(own))
+        all_gather(by_rank, own, self.group)
         num_value_bytes = num * sent.element_size()
         # Copied before they are seen as what they are: a view has to be aligned.
         all_sent = by_rank[:, :num_value_bytes].contiguous().view(values.dtype)
