@@ -3,7 +3,6 @@
 import contextlib
 import os
 import platform
-import resource
 import statistics
 import sys
 import time
@@ -273,9 +272,17 @@ def _num_steps(trainer: Any) -> int | None:
     return int(left) if 0 < left < float("inf") else None
 
 
+def _resident_bytes() -> int | None:
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return None
+    # The peak is in kB, on macOS in bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def _memory(trainer: pl.Trainer) -> Memory:
-    # The resident peak is in kB, on macOS in bytes.
-    resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    resident_bytes = _resident_bytes()
     device = torch.device(trainer.strategy.root_device)
     if device.type != "cuda":
         return Memory(resident_bytes)

@@ -134,7 +134,7 @@ def _counted(joined: Joined) -> bool:
 
 def _peak(joined: Joined, rank: int) -> int:
     memory = joined.records[rank].memory
-    return memory.resident_bytes if memory.allocated_bytes is None else memory.allocated_bytes
+    return (memory.resident_bytes or 0) if memory.allocated_bytes is None else memory.allocated_bytes
 
 
 def _step(joined: Joined) -> list[str]:

@@ -41,13 +41,13 @@ class Memory:
     """The most memory that a process has held since it started, in bytes.
 
     Attributes:
-        resident_bytes: of the host's memory.
+        resident_bytes: of the host's memory; ``None`` where the system does not tell.
         allocated_bytes: by tensors on the device; ``None`` on a CPU.
         reserved_bytes: by torch's allocator on the device.
         device_bytes: what the device has.
     """
 
-    resident_bytes: int
+    resident_bytes: int | None
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     device_bytes: int | None = None
