@@ -76,7 +76,8 @@ def test_what_is_torn_changed_or_not_enough_is_passed_over_and_said(
 ) -> None:
     good = save(tmp_path / "good.ckpt", 1, saved_at_s=1000)
     flip(save(tmp_path / "changed.ckpt", 2, saved_at_s=2000), 700)
-    os.truncate(save(tmp_path / "cut.ckpt", 3, saved_at_s=3000), 900)
+    cut = save(tmp_path / "cut.ckpt", 3, saved_at_s=3000)
+    os.truncate(cut, cut.read_bytes().rindex(b"PK\x01\x02"))
     (tmp_path / "empty.ckpt").touch()
     save(tmp_path / "weights.ckpt", 4, saved_at_s=4000, optimizer_states=None)
     (tmp_path / "dangling.ckpt").symlink_to("absent")
@@ -89,6 +90,8 @@ def test_what_is_torn_changed_or_not_enough_is_passed_over_and_said(
     assert len(caplog.messages) == 6
     assert "the hash differs" in said["changed.ckpt"]
     assert "weights alone" in said["weights.ckpt"]
+    num_bytes = cut.stat().st_size
+    assert f"it was cut short: only {num_bytes} bytes are there, without the end" in said["cut.ckpt"]
     assert "No such file" in said["dangling.ckpt"]
     good.unlink()
     assert newest_checkpoint(tmp_path) is None
