@@ -27,7 +27,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
 
 from ddp_plugin import CustomDDPStrategy, _compat
-from ddp_plugin.errors import DDPPluginError
+from ddp_plugin.errors import DDPPluginError, explain
 from ddp_plugin.hooks._attached import AttachedHook
 from ddp_plugin.supervision import failure_watch
 from ddp_plugin.supervision.activity import Activity
@@ -385,7 +385,7 @@ def test_the_first_of_two_failures_counts(world_size: int) -> None:
 
 @ranks(2)
 def test_who_tells_first_of_an_error_that_all_share_means_nothing(world_size: int) -> None:
-    """As of a save that fails on rank 0, and is told to all before they raise."""
+    """As of a save that fails on rank 0, and is told to all before they raise; or of an argument that all refuse."""
     board = Board.beside(_compat.default_group())
     watch = FailureWatch(board, Activity(lambda: {"step": 5}))
     watch.start()
@@ -396,6 +396,11 @@ def test_who_tells_first_of_an_error_that_all_share_means_nothing(world_size: in
     assert watch.first["rank"] == 1
     note = "all ranks failed at step 5 in the save of x.ckpt: DDPPluginError: the disk is full, on rank 0 of 2"
     assert getattr(error, "__notes__", [note]) == [note]
+    dist.barrier()
+    watch = FailureWatch(Board.beside(_compat.default_group()), Activity(lambda: {"step": 5}))
+    watch.start()
+    error = watch.raised(ValueError(explain(f"{400 * 'x'} on all ranks", "[8, 4]", "Change it")))
+    assert getattr(error, "__notes__", ["all"])[0].startswith("all ranks failed at step 5: ValueError: Expected xxx")
     dist.barrier()
 
 

@@ -141,7 +141,7 @@ class Board:
         return held
 
     def close(self) -> None:
-        """Ends the thread that asks the store, and waits a second at most until it has; the next question starts another.
+        """Ends the thread that asks the store, within a second; the next question would start another.
 
         Collectives:
             None.

@@ -6,10 +6,12 @@ from typing import Any
 
 from ddp_plugin.errors import DDPPluginError
 
-__all__ = ["PeerFailedError", "describe", "describe_at_length", "is_consequence", "one_line"]
+__all__ = ["PeerFailedError", "describe", "describe_at_length", "gist", "is_consequence", "one_line"]
 
 _MAX_LENGTH = 300
 _FRAME = re.compile(r"^  File .*\n(    .*\n)*", re.MULTILINE)  # of a traceback, with its source line and carets
+_MAX_GIST_LENGTH = 4000
+_ON_RANK = re.compile(r", on rank \d+ of \d+")  # which explain() adds where an error is raised
 _BROKEN = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|Socket (closed|Timeout)|pair closure|Connection refused"
     r"|remote process (has )?exited|NCCL communicator (was|has been) aborted|ncclRemoteError|ncclSystemError",
@@ -93,6 +95,11 @@ def one_line(error: BaseException) -> str:
     words = " ".join(f"{type(error).__name__}: {said}".split()).removesuffix(":")
     half = _MAX_LENGTH // 2
     return words if len(words) <= _MAX_LENGTH else f"{words[:half]} … {words[-half:]}"
+
+
+def gist(error: BaseException) -> str:
+    """Returns an exception's type and message without the rank that raised it, to be compared between ranks."""
+    return _ON_RANK.sub("", f"{type(error).__name__}: {_message(error)}")[:_MAX_GIST_LENGTH]
 
 
 def _message(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from torch.utils.data import dataloader
 from ddp_plugin.supervision.activity import Activity
 from ddp_plugin.supervision.board import Board, BoardLostError
 from ddp_plugin.supervision.ending import be_interruptible, end_process, interrupt_main_thread, say
-from ddp_plugin.supervision.failure import PeerFailedError, describe, describe_at_length, is_consequence, one_line
+from ddp_plugin.supervision.failure import PeerFailedError, describe, describe_at_length, gist, is_consequence, one_line
 from ddp_plugin.supervision.processes import has_ended, identify
 from ddp_plugin.supervision.pulse import ACTIVITY
 
@@ -210,7 +210,7 @@ class FailureWatch:
             self._answer(_IS_TOLD)
             return self._blame(error)
         _tell_torchrun(error)
-        if all(own[key] == note.get(key) for key in ("kind", "place", "doing", "error")):
+        if all(own[key] == note.get(key) for key in ("kind", "place", "doing", "gist")):
             self._board.count(_THE_SAME, 1)
         self._answer(_HAS_RAISED)
         if self._wait_for_all(PATIENCE_S.get(note["kind"], 0.0) + 2 * GRACE_S):
@@ -359,6 +359,7 @@ class FailureWatch:
             "place": snapshot["place"],
             "doing": self._activity.failed_in or ("a data loader" if _is_of_loader(error) else doing),
             "error": one_line(error),
+            "gist": gist(error),
             "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-8))[-4000:],
         }
 
