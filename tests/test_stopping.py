@@ -223,7 +223,7 @@ def test_lightnings_own_checkpoints_are_written_at_that_step(tmp_path: Path) -> 
 
 @ranks(1, init=False)
 def test_a_stop_checkpoint_is_of_signals_and_no_word_says_it_may_run_code(tmp_path: Path) -> None:
-    """Lightning says that ``weights_only`` defaults to ``False``, which means another thing and sounds like this one."""
+    """Lightning says that ``weights_only`` defaults to ``False``, which sounds like this but is another thing."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
