@@ -284,7 +284,7 @@ def test_ranks_of_two_worlds_do_not_wait_for_one_another() -> None:
         results = run_ranks(other_world, 2, init=False, timeout_s=WITHIN_S, world_sizes=sizes)
         assert time.monotonic() - began < WITHIN_S / 2
         for message in results:
-            assert f"World_size is {sizes[0]} on rank 0 and {sizes[1]} on rank 1: start every process" in message
+            assert f"world_size is {sizes[0]} on rank 0 and {sizes[1]} on rank 1: start every process" in message
 
 
 def _same_rank() -> str:
@@ -296,7 +296,7 @@ def test_two_processes_of_one_rank_are_named() -> None:
     one, two = run_ranks(_same_rank, 2, init=False, timeout_s=WITHIN_S)
     assert one == two
     host = re.escape(socket.gethostname())
-    assert re.search(rf"Rank 0 is taken by process \d+ on {host} and by process \d+ on {host}: give every node", one)
+    assert re.search(rf"rank 0 is taken by process \d+ on {host} and by process \d+ on {host}: give every node", one)
 
 
 def _one_stays_away() -> tuple[str, list[str]]:
