@@ -23,14 +23,16 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
 
 from ddp_plugin import CustomDDPStrategy, _compat
+from ddp_plugin.errors import DDPPluginError, explain
 from ddp_plugin.hooks._attached import AttachedHook
 from ddp_plugin.supervision import failure_watch
 from ddp_plugin.supervision.activity import Activity
-from ddp_plugin.supervision.board import Board
-from ddp_plugin.supervision.failure import PeerFailedError, describe, is_consequence
+from ddp_plugin.supervision.board import Board, BoardLostError
+from ddp_plugin.supervision.failure import PeerFailedError, describe, is_consequence, one_line
 from ddp_plugin.supervision.failure_watch import FailureWatch
 from ddp_plugin.supervision.processes import has_ended, identify
 from ddp_plugin.supervision.pulse import Pulse
@@ -243,10 +245,11 @@ def test_a_killed_worker_is_its_ranks_failure(tmp_path: Path) -> None:
 def test_a_rank_that_leaves_alone_is_missed(tmp_path: Path) -> None:
     report, _ = run_and_fail(tmp_path, 2, where="exit", who=1)
     assert "did not finish in time" not in report
-    assert (
-        last_line(tmp_path, 0)
-        == "rank 1 left the run at step 2 in training_step, the other ranks did not: SystemExit: 0"
-    )
+    assert last_line(tmp_path, 0) == LEFT.format(1)
+    assert last_line(tmp_path, 1) == f"SystemExit: {LEFT.format(1)}", "which ends a program with status 1"
+
+
+LEFT = "rank {} left the run at step 2 in training_step, the other ranks did not: SystemExit: 0"
 
 
 # ------------------------------------------------------------------------------------------------- what is no failure
@@ -268,7 +271,7 @@ def test_what_all_ranks_raise_ends_nobody(world_size: int, tmp_path: Path) -> No
         run.fit(AllFail())
     assert time.monotonic() - start < 30.0
     assert Path(save.ckpt_path).exists()
-    note = "rank 0 failed at step 1 in AllFail.on_train_batch_end (and so did all other ranks): ValueError: all of us"
+    note = "all ranks failed at step 1 in AllFail.on_train_batch_end: ValueError: all of us"
     assert getattr(caught.value, "__notes__", [note]) == [note]
     time.sleep(failure_watch.WIND_UP_S + 0.5)  # nobody ends this process
     run = trainer(limit_train_batches=2)
@@ -333,6 +336,9 @@ def test_sentences() -> None:
     note["place"] |= {"stage": "validate", "batch": 3}
     assert describe(note) == "rank 2 failed at step 7, validate batch 3 in training_step: ValueError: x"
     assert describe({"kind": "raised", "rank": 0, "error": "E"}) == "rank 0 failed: E"
+    assert describe(note, is_for_all=True).startswith("rank 2 failed at step 7, validate batch 3 in training_step (and")
+    words = "all ranks failed at step 7, validate batch 3 in training_step: ValueError: x"
+    assert describe(note, is_for_all=True, is_the_same=True) == words, "who told of it first means nothing"
     died = {"kind": "died", "rank": 1, "pid": 4711, "host": "a", "place": {"step": 12}}
     assert describe(died).startswith("rank 1 (process 4711 on a) ended without a word at step 12: killed by a signal")
 
@@ -343,6 +349,21 @@ def test_which_errors_have_their_cause_elsewhere() -> None:
     assert is_consequence(ConnectionResetError(104, "Connection reset by peer"))
     assert not is_consequence(ValueError("Connection closed by peer"))
     assert not is_consequence(RuntimeError("CUDA out of memory"))
+
+
+def raises_with_words(length: int) -> None:
+    raise ValueError("the real one, " + length * "w" + "\nin two lines")
+
+
+def test_an_error_of_a_data_worker_is_said_by_its_beginning_and_its_own_last_line() -> None:
+    try:
+        raises_with_words(100)
+    except ValueError:
+        wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
+    with pytest.raises(ValueError, match="Caught") as caught:
+        wrapped.reraise()
+    said = f"ValueError: the real one, {100 * 'w'} in two lines"
+    assert one_line(caught.value) == f"ValueError: Caught ValueError in DataLoader worker process 0. {said}"
 
 
 @ranks(2)
@@ -360,6 +381,65 @@ def test_the_first_of_two_failures_counts(world_size: int) -> None:
     note = "rank 1 failed at step 5 (and so did all other ranks): ValueError: of rank 1"
     assert getattr(error, "__notes__", [note]) == [note]
     dist.barrier()
+
+
+@ranks(2)
+def test_who_tells_first_of_an_error_that_all_share_means_nothing(world_size: int) -> None:
+    """As of a save that fails on rank 0, and is told to all before they raise; or of an argument that all refuse."""
+    board = Board.beside(_compat.default_group())
+    watch = FailureWatch(board, Activity(lambda: {"step": 5}))
+    watch.start()
+    dist.barrier()
+    time.sleep(0.3 * (1 - dist.get_rank()))
+    error = watch.raised(DDPPluginError("the disk is full, on rank 0 of 2"), "the save of x.ckpt")
+    assert watch.first is not None
+    assert watch.first["rank"] == 1
+    note = "all ranks failed at step 5 in the save of x.ckpt: DDPPluginError: the disk is full, on rank 0 of 2"
+    assert getattr(error, "__notes__", [note]) == [note]
+    dist.barrier()
+    watch = FailureWatch(Board.beside(_compat.default_group()), Activity(lambda: {"step": 5}))
+    watch.start()
+    error = watch.raised(ValueError(explain(f"{400 * 'x'} on all ranks", "[8, 4]", "Change it")))
+    assert getattr(error, "__notes__", ["all"])[0].startswith("all ranks failed at step 5: ValueError: Expected xxx")
+    dist.barrier()
+
+
+@ranks(2)
+def test_what_all_ranks_leave_by_keeps_its_status(world_size: int) -> None:
+    watch = FailureWatch(Board.beside(_compat.default_group()), Activity(lambda: {"step": 5}))
+    watch.start()
+    dist.barrier()
+    error = SystemExit(0)
+    assert watch.raised(error) is error
+    dist.barrier()
+
+
+def woken(slept_s: float) -> None:
+    board = Board(dist.HashStore(), 1, 2)  # type: ignore[attr-defined]
+    watch = FailureWatch(board, Activity(lambda: {"step": 5}), [0], lambda: slept_s)
+    board.post("process", {})
+    child = subprocess.Popen([sys.executable, "-c", ""])  # the process that held the store
+    gone = identify() | {"pid": child.pid, "started": started_of(child.pid)}
+    watch._processes[0] = gone
+    child.wait()
+    watch.lose(BoardLostError())
+    assert watch.first is not None
+    print(describe(watch.first))
+
+
+@pytest.mark.parametrize(
+    ("slept_s", "words"),
+    [
+        (0.2, r"rank 0 \(process \d+ on .+\) ended without a word at step 5"),
+        (55.0, r"rank 1 did not run for 55 s at step 5 \(stopped, .*, and the run ended meanwhile: rank 0's last line"),
+    ],
+)
+def test_whoever_wakes_when_all_is_over_blames_nobody(slept_s: float, words: str) -> None:
+    """It ends this process; so another one does it."""
+    script = f"from tests.test_failing import woken; woken({slept_s}); import time; time.sleep(600)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert re.match(words, done.stdout), done.stdout + done.stderr
 
 
 @ranks(2)

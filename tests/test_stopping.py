@@ -1,6 +1,7 @@
 """Whatever asks a run to stop, on whatever rank: all ranks leave at the same step, and what was asked for is kept."""
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, Timer
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint, Timer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, Dataset
@@ -218,6 +219,21 @@ def test_lightnings_own_checkpoints_are_written_at_that_step(tmp_path: Path) -> 
         saved = torch.load(path, weights_only=True)
         assert saved["global_step"] == 4
         assert all(torch.equal(saved["state_dict"][name], value) for name, value in model.state_dict().items())
+
+
+@ranks(1, init=False)
+def test_a_stop_checkpoint_is_of_signals_and_no_word_says_it_may_run_code(tmp_path: Path) -> None:
+    """Lightning says that ``weights_only`` defaults to ``False``, which sounds like this but is another thing."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning.pytorch").addHandler(handler)
+    wish = LambdaCallback(on_train_batch_end=lambda run, *_: setattr(run, "should_stop", True))
+    fit(wish, strategy=strategy(), default_root_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == [], "fit returned, and the program can save"
+    fit(Sends(signal.SIGTERM, "on_train_batch_end", 3, (0,)), strategy=strategy(), default_root_dir=tmp_path)
+    assert (tmp_path / "stop.ckpt").exists()
+    assert [line for line in said if "weights_only" in line] == []
 
 
 @ranks(2, init=False)

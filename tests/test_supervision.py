@@ -1,5 +1,9 @@
 """What every process tells the others while it works."""
 
+import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from datetime import timedelta
@@ -76,9 +80,7 @@ def test_a_closed_board_has_no_thread() -> None:
     threads = [thread for thread in threading.enumerate() if thread not in before]
     assert [thread.name for thread in threads] == ["ddp_plugin-board"]
     board.close()
-    for thread in threads:
-        thread.join(5.0)
-        assert not thread.is_alive()
+    assert not any(thread.is_alive() for thread in threads), "it is waited for"
 
 
 @ranks(2, 3)
@@ -128,3 +130,34 @@ def test_a_run_tells_where_it_is_and_ends_with_its_pulse(world_size: int) -> Non
     assert told[2]["doing"][0] == "optimizer_step"
     assert told[2]["place"] == {"stage": "train", "epoch": 0, "step": 2, "batch": 2}
     assert run.strategy.pulse is None  # type: ignore[attr-defined]
+
+
+def test_a_pulse_tells_that_its_process_has_not_run() -> None:
+    script = """
+        import time
+        from ddp_plugin.supervision.activity import Activity
+        from ddp_plugin.supervision.board import Board
+        from ddp_plugin.supervision.pulse import Pulse
+
+        class Look:
+            def look(self, board):
+                print(round(pulse.slept_s, 1), flush=True)
+
+        pulse = Pulse(Board.alone(), Activity(), interval_s=0.1)
+        pulse.add(Look())
+        pulse.start()
+        time.sleep(600)
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        assert float(process.stdout.readline()) < 1.5
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(2.0)
+        process.send_signal(signal.SIGCONT)
+        told = [float(process.stdout.readline()) for _ in range(20)]
+        assert max(told) > 1.5
+        assert told[-1] < 1.5, "of the latest time alone"
+    finally:
+        process.kill()
+        process.communicate()

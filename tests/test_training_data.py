@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import random
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -388,6 +389,25 @@ def test_datasets_of_unequal_length_are_noticed() -> None:
     loader = DataLoader(range(LENGTH + int(os.environ["RANK"])), batch_size=2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"\[11, 12\] samples or batches, by rank.*use_distributed_sampler=False"):
         steps_of(loader)
+
+
+@ranks(2, init=False)
+def test_batches_of_unequal_size_are_refused_before_the_first_step() -> None:
+    """One order is dealt out to all, so ranks would take unequal numbers of steps, and wait for each other."""
+    rank = int(os.environ["RANK"])
+    warnings.filterwarnings("ignore", "The ranks are not set up alike: batch size")
+    with pytest.raises(ValueError, match=r"same batch_size in the.* Got \[2, 3\], by rank"):
+        steps_of(DataLoader(range(LENGTH), batch_size=2 + rank))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"same drop_last in the.* Got \[False, True\], by rank"):
+        steps_of(DataLoader(range(LENGTH), batch_size=2, drop_last=rank == 1))  # type: ignore[arg-type]
+
+
+@ranks(2, init=False)
+def test_parts_with_batches_of_unequal_size_stop_together() -> None:
+    loader = DataLoader(range(12), batch_size=2 * (1 + int(os.environ["RANK"])))  # type: ignore[arg-type]
+    with says(r"\[6, 3\] batches, by rank; every rank trains on 3"):
+        steps = steps_of(loader, use_distributed_sampler=False, epochs=1)
+    assert len(steps[0]) == 3
 
 
 @ranks(2, init=False)

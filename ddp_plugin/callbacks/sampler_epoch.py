@@ -70,7 +70,8 @@ class SamplerEpoch(pl.Callback):
     Raises:
         TypeError: at setup, several processes under another strategy than ``CustomDDPStrategy``.
         ValueError: an unknown ``last_batch``; at setup ``"exact"`` without :class:`~ddp_plugin.GlobalMeanLoss`; on all
-            ranks, training data that is shared out already, or that is not the interrupted run's.
+            ranks, training data that is shared out already, or that is not the interrupted run's, or loaders of unequal
+            ``batch_size`` or ``drop_last``.
         RuntimeError: when a ``set_epoch`` raises; the message names the object.
 
     Collectives:

@@ -37,6 +37,7 @@ if sys.platform != "win32":
     import fcntl
 
 __all__ = [
+    "ARCHIVE",
     "Hashed",
     "check_records",
     "local_path",
@@ -46,6 +47,9 @@ __all__ = [
     "why_not_written",
     "write",
 ]
+
+ARCHIVE = b"PK\x03\x04"
+"""How every file of ``torch.save`` begins since its format is an archive."""
 
 _BUFFER_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 20
@@ -342,7 +346,7 @@ def check_records(file: IO[bytes]) -> None:
     Raises:
         Damage: it is no whole archive, or a record has changed.
     """
-    damaged = []
+    damaged: list[str] = []
     try:
         with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
@@ -354,8 +358,16 @@ def check_records(file: IO[bytes]) -> None:
                 except zipfile.BadZipFile:
                     damaged.append(record.filename)
     except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError) as error:
-        raise Damage("it is no whole archive of torch.save") from error
+        raise Damage(_why_no_archive(file)) from error
     finally:
         file.seek(0)
     if damaged and len(damaged) < len(records):
         raise Damage(f"its record {damaged[0]} has changed since it was written")
+
+
+def _why_no_archive(file: IO[bytes]) -> str:
+    num_bytes = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    if file.read(len(ARCHIVE)) != ARCHIVE:
+        return "it is no archive of torch.save"
+    return f"it was cut short: only {num_bytes} bytes are there, without the end of the archive"

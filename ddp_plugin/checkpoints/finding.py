@@ -144,8 +144,17 @@ def _look_at(path: Path) -> _Candidate:
         try:
             outline = torch.load(file, map_location="meta", weights_only=True)  # no tensor's bytes are read
             step = int(outline["global_step"])
-        except (RuntimeError, ValueError, TypeError, KeyError, EOFError, AttributeError, pickle.UnpicklingError):
-            step = 0
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+            KeyError,
+            EOFError,
+            AttributeError,
+            OSError,  # torch looks for the end before the beginning of what was cut short
+            pickle.UnpicklingError,
+        ):
+            step = 0  # it is said when its turn comes
     return _Candidate(path, modified_s, step)
 
 

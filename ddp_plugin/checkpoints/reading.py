@@ -20,7 +20,7 @@ import fsspec  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 
-from ddp_plugin.checkpoints.files import Hashed, check_records, local_path, seal_of
+from ddp_plugin.checkpoints.files import ARCHIVE, Hashed, check_records, local_path, seal_of
 from ddp_plugin.checkpoints.manifest import Damage, NewerFormatError, Seal
 from ddp_plugin.errors import DDPPluginError, explain
 from ddp_plugin.gather import gather_objects
@@ -31,8 +31,6 @@ CHUNK_BYTES = 16 << 20
 """How much of a file travels in one broadcast."""
 IN_MEMORY_BYTES = 256 << 20
 """Up to this size the received bytes of a file are kept in memory until it is loaded, above in a temporary file."""
-
-_ARCHIVE = b"PK\x03\x04"  # how every file of torch.save begins since its format is an archive
 
 
 class DamagedCheckpointError(DDPPluginError):
@@ -82,7 +80,7 @@ def read(
                 file = stack.enter_context(_open(path))
                 size_bytes = file.seek(0, os.SEEK_END)
                 seal = seal_of(file)
-                if seal is None and file.read(len(_ARCHIVE)) == _ARCHIVE:
+                if seal is None and file.read(len(ARCHIVE)) == ARCHIVE:
                     check_records(file)
             except FileNotFoundError:
                 problem = _not_found(path)

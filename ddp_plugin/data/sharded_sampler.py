@@ -113,6 +113,11 @@ class ShardedBatchSampler(ForwardsReads):
         return int(self._batch_size)
 
     @property
+    def drops_last(self) -> bool:
+        """Whether a last global batch that is not full is left out."""
+        return self._last_batch == "drop"
+
+    @property
     def plan(self) -> ShardedEpoch | None:
         """How an epoch from its beginning is dealt out; ``None`` if the sampler does not say how long it is."""
         return None if self.num_items is None else self._plan(self.num_items)

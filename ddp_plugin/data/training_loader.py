@@ -44,6 +44,8 @@ def shard_training_loader(
 
     Raises:
         ValueError: on all ranks, if the ranks' loaders hold different numbers of samples: each rank has a part already.
+            Or if their batches are not equally large, or not all leave out a last one that is not full: a part of one
+            order can be dealt out by one size alone, and the ranks would take unequal numbers of steps.
 
     Collectives:
         One object gather on the control group, on all ranks, if the loader is dealt out.
@@ -100,7 +102,8 @@ def _inside(outer: Any, part: ShardedBatchSampler) -> Any:
 
 
 def _refuse_unequal(part: ShardedBatchSampler, group: dist.ProcessGroup | None) -> None:
-    lengths = gather_objects(part.num_items, group)
+    told = gather_objects((part.num_items, part.items_per_batch, part.drops_last), group)
+    lengths, sizes, drops = ([each[index] for each in told] for index in range(3))
     if len(set(lengths)) > 1:
         raise ValueError(
             explain(
@@ -108,5 +111,15 @@ def _refuse_unequal(part: ShardedBatchSampler, group: dist.ProcessGroup | None) 
                 f"{lengths} samples or batches, by rank",
                 "Give every rank the whole dataset; or, if each rank holds its own part on purpose, pass "
                 "Trainer(use_distributed_sampler=False)",
+            )
+        )
+    if len(set(sizes)) > 1 or len(set(drops)) > 1:
+        name, found = ("batch_size", sizes) if len(set(sizes)) > 1 else ("drop_last", drops)
+        raise ValueError(
+            explain(
+                f"the same {name} in the training loader of every rank, because one order is dealt out to all",
+                f"{found}, by rank",
+                "Give every rank the same; or, if batches are to differ, let each rank hold its own part and pass "
+                "Trainer(use_distributed_sampler=False), where the ranks stop together",
             )
         )

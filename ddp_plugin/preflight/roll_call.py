@@ -130,7 +130,7 @@ def raise_errors(findings: Sequence[Finding], world_size: int) -> None:
             explain(
                 f"all {world_size} ranks to fit together before the first step",
                 f"{len(errors)} difference{'s' * (len(errors) > 1)} between them",
-                ". ".join(sentence[0].upper() + sentence[1:] for sentence in errors),
+                "; ".join(errors),  # in small letters, for many begin with a name
             )
         )
 

@@ -339,7 +339,7 @@ class _Moments:
         is_asked = self._strategy.checkpoint_on_stop if is_asked is None else is_asked
         trainer: Any = self._trainer  # its attributes are set by connectors
         if is_asked and self._has_trained and self._is_inside_fit and not trainer.fast_dev_run:
-            trainer.save_checkpoint(gather_objects(path(), self._group)[0])
+            trainer.save_checkpoint(gather_objects(path(), self._group)[0], weights_only=False)
             self._strategy.finish_saves()  # the run ends, or is queued again, with this file whole
 
     def _stop_path(self) -> str:

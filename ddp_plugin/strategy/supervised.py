@@ -95,7 +95,8 @@ class Supervised(Stopping):
         if self.world_size > 1 and self.ends_all_on_failure:
             first = self.global_rank - self.local_rank
             on_this_node = range(first, min(first + self.num_processes, self.world_size))
-            self._failures = FailureWatch(self._pulse.board, self._activity, on_this_node)
+            pulse = self._pulse
+            self._failures = FailureWatch(pulse.board, self._activity, on_this_node, lambda: pulse.slept_s)
             self._failures.start()
             self._pulse.add(self._failures, every_s=max(0.2, self.world_size / LOOKS_PER_S))
 

@@ -17,6 +17,7 @@ from ddp_plugin.errors import DDPPluginError
 __all__ = ["Board", "BoardLostError"]
 
 _ANSWER_WITHIN = timedelta(seconds=30)  # a host that is very busy may take ten
+_END_WITHIN_S = 1.0
 _num_boards: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -140,15 +141,17 @@ class Board:
         return held
 
     def close(self) -> None:
-        """Ends the thread that asks the store; the next question would start another.
+        """Ends the thread that asks the store, within a second; the next question would start another.
 
         Collectives:
             None.
         """
         with self._lock:
-            if self._answerer is not None:
-                self._answerer = None
+            answerer, self._answerer = self._answerer, None
+            if answerer is not None:
                 self._questions.put(None)
+        if answerer is not None and not self._is_lost:
+            answerer.join(_END_WITHIN_S)
 
     def _ask(self, operation: str, *arguments: Any) -> Any:
         """Asks in a thread of its own: some of torch's calls wait for ever where the network swallows the answer."""

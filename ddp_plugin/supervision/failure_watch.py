@@ -5,7 +5,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -14,7 +14,7 @@ from torch.utils.data import dataloader
 from ddp_plugin.supervision.activity import Activity
 from ddp_plugin.supervision.board import Board, BoardLostError
 from ddp_plugin.supervision.ending import be_interruptible, end_process, interrupt_main_thread, say
-from ddp_plugin.supervision.failure import PeerFailedError, describe, describe_at_length, is_consequence, one_line
+from ddp_plugin.supervision.failure import PeerFailedError, describe, describe_at_length, gist, is_consequence, one_line
 from ddp_plugin.supervision.processes import has_ended, identify
 from ddp_plugin.supervision.pulse import ACTIVITY
 
@@ -27,8 +27,9 @@ PROCESS = "process"
 """The board's topic for :func:`~ddp_plugin.supervision.processes.identify`."""
 
 _OVER, _HAS_RAISED, _IS_TOLD = "over", "has raised", "is told"
+_THE_SAME = "has raised the same"  # as the first, in the same place
 
-PATIENCE_S = {"raised": 1.0, "left": 10.0, "died": 0.5, "silent": 0.5, "lost": 1.0, "told": 0.0}
+PATIENCE_S = {"raised": 1.0, "left": 10.0, "died": 0.5, "silent": 0.5, "lost": 1.0, "slept": 1.0, "told": 0.0}
 """How long a rank may still come to an end of its own, by the kind of the first event: all ranks often raise alike, and
 all come to an agreed stop."""
 
@@ -51,6 +52,9 @@ CENSUS_S, MAX_SILENT_CENSUSES = 10.0, 12
 """How often rank 0 looks whether the pulses of ranks on other machines beat, and how many such looks in a row may find
 one standing still. A process that holds Python's interpreter lock has none either, for instance while it unpickles."""
 
+ASLEEP_S = 8.0
+"""How long a process that is merely starved may not have run; beyond it, what it misses afterwards is no news."""
+
 _POLL_S = 0.02
 
 
@@ -62,19 +66,28 @@ class FailureWatch:
     it waits for a collective inside C++, the process is ended with status 1. A rank that was killed tells nothing: the
     ranks on its machine miss its process, and rank 0 misses the pulses of a machine that is gone.
 
-    Where all ranks raise, each by itself, nobody is ended, and the program may catch it and go on.
+    Where all ranks raise, each by itself, nobody is ended, and the program may catch it and go on. A rank that leaves
+    alone by ``sys.exit(0)`` ends with status 1.
 
     Args:
         board: of this run.
         activity: of this rank.
         neighbours: the ranks on this machine.
+        slept_s: tells for how many seconds this process has not run, where it has only just woken.
 
     Collectives:
         None; all goes through the board.
     """
 
-    def __init__(self, board: Board, activity: Activity, neighbours: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        board: Board,
+        activity: Activity,
+        neighbours: Sequence[int] = (),
+        slept_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self._board = board
+        self._slept_s = slept_s
         self._activity = activity
         self._own = identify()
         self._neighbours = {rank: None for rank in neighbours if rank != board.rank}
@@ -144,7 +157,7 @@ class FailureWatch:
 
         Returns:
             What to raise: the exception itself, or :class:`PeerFailedError` where it only followed from a failure
-            elsewhere.
+            elsewhere; in place of a ``SystemExit`` with status 0 that the others did not raise, one with status 1.
         """
         if self._is_over or self._is_leaving.is_set():
             return error
@@ -186,23 +199,29 @@ class FailureWatch:
         follows = is_consequence(error)
         if follows:
             self._look_for_cause()
-        note = self._first or self._board.claim(FIRST, self._describe_own(error, doing))
+        own = self._describe_own(error, doing)
+        note = self._first or self._board.claim(FIRST, own)
         self._learn(note)
         if note["kind"] == "over" and not follows:
-            _append(error, describe(self._describe_own(error, doing)))
+            _append(error, describe(own))
             return error
         if follows and note["rank"] != self._board.rank:
             self._say_on_rank_0()
             self._answer(_IS_TOLD)
             return self._blame(error)
         _tell_torchrun(error)
+        if all(own[key] == note.get(key) for key in ("kind", "place", "doing", "gist")):
+            self._board.count(_THE_SAME, 1)
         self._answer(_HAS_RAISED)
         if self._wait_for_all(PATIENCE_S.get(note["kind"], 0.0) + 2 * GRACE_S):
             self._is_for_all.set()
             if note["kind"] == "raised":
-                _append(error, describe(note, is_for_all=True))
+                is_the_same = self._board.count(_THE_SAME) == self._board.world_size
+                _append(error, describe(note, is_for_all=True, is_the_same=is_the_same))
             return error
         self._say_on_rank_0()
+        if isinstance(error, SystemExit) and not error.code:
+            return SystemExit(describe(note))  # Python writes it to standard error, and ends with status 1
         _append(error, describe(note))
         return error
 
@@ -340,11 +359,17 @@ class FailureWatch:
             "place": snapshot["place"],
             "doing": self._activity.failed_in or ("a data loader" if _is_of_loader(error) else doing),
             "error": one_line(error),
+            "gist": gist(error),
             "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-8))[-4000:],
         }
 
     def _describe_lost(self, error: BoardLostError) -> dict[str, Any]:
         """Looks for the process behind a lost store; one that was killed takes a moment to be gone."""
+        if (slept_s := self._slept_s()) > ASLEEP_S:  # whoever is gone by now need not be at fault
+            snapshot = self._activity.snapshot()
+            doing = next(reversed(snapshot["doing"]), None)
+            place = snapshot["place"]
+            return {"kind": "slept", "rank": self._board.rank, "for_s": slept_s, "place": place, "doing": doing}
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline:
             if (note := self._missed(None)) is not None:

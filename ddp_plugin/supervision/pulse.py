@@ -42,6 +42,8 @@ class Pulse:
         self.interval_s = interval_s
         self._watchers: list[_Periodic] = []
         self._is_over = threading.Event()
+        self._waits_until: float | None = None  # None while it works
+        self._late_s = 0.0
         self._thread = threading.Thread(target=self._run, name="ddp_plugin-pulse", daemon=True)
 
     def add(self, watcher: Watcher, every_s: float | None = None) -> None:
@@ -78,11 +80,29 @@ class Pulse:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
+    @property
+    def slept_s(self) -> float:
+        """For how many seconds this process has not run, where it has only just woken; else next to nothing.
+
+        A process is stopped by a signal or a debugger, and as good as stopped by code that holds Python's interpreter
+        lock. Waiting for the board does not count.
+
+        Collectives:
+            None.
+        """
+        until = self._waits_until
+        return self._late_s if until is None else max(0.0, time.monotonic() - until)
+
     def _run(self) -> None:
         beat, next_beat = 0, time.monotonic() + self.interval_s
         try:
-            while not self._is_over.wait(min([next_beat, *(w.due for w in self._watchers)]) - time.monotonic()):
+            while True:
+                due = max(time.monotonic(), min([next_beat, *(w.due for w in self._watchers)]))
+                self._waits_until = due
+                if self._is_over.wait(due - time.monotonic()):
+                    return
                 now = time.monotonic()
+                self._late_s, self._waits_until = now - due, None
                 if now >= next_beat:
                     beat, next_beat = beat + 1, now + self.interval_s
                     self._beat(beat)
