@@ -1025,20 +1025,19 @@ def remove_after_saves(io: Any, path: Any) -> None:
 
     Lightning removes at once, so that of an old checkpoint and the one that replaces it there may be none for a while.
     """
-    from lightning.pytorch.plugins.io import AsyncCheckpointIO
-
-    if not isinstance(io, AsyncCheckpointIO) or io._executor is None:
+    saver = next((each for each in _background_ios(io) if each._executor is not None), None)
+    if saver is None:
         io.remove_checkpoint(path)
         return
 
     def remove() -> None:
-        if io._error is None:
+        if saver._error is None:
             try:
                 io.remove_checkpoint(path)
             except BaseException as error:
-                io._error = error  # raised at the next save, as an error of the last one is
+                saver._error = error  # raised at the next save, as an error of the last one is
 
-    io._executor.submit(remove)
+    saver._executor.submit(remove)
 
 
 def saves_in_background(io: Any) -> bool:
