@@ -2,7 +2,6 @@
 
 import logging
 import os
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,7 +143,9 @@ def _look_at(path: Path) -> _Candidate:
         try:
             outline = torch.load(file, map_location="meta", weights_only=True)  # no tensor's bytes are read
             step = int(outline["global_step"])
-        except (RuntimeError, ValueError, TypeError, KeyError, EOFError, AttributeError, pickle.UnpicklingError):
+        except OSError:
+            raise
+        except Exception:  # nothing that a damaged file makes torch raise keeps an older one from being found
             step = 0
     return _Candidate(path, modified_s, step)
 
