@@ -26,6 +26,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_plugin import CustomDDPStrategy, _compat
+from ddp_plugin.checkpoints import verify
 from ddp_plugin.errors import DDPPluginError
 from ddp_plugin.hooks._attached import AttachedHook
 from ddp_plugin.supervision import failure_watch
@@ -248,6 +249,27 @@ def test_a_rank_that_leaves_alone_is_missed(tmp_path: Path) -> None:
         last_line(tmp_path, 0)
         == "rank 1 left the run at step 2 in training_step, the other ranks did not: SystemExit: 0"
     )
+
+
+class DiesAfterOneStep(BoringModel):
+    """Where DDP is about to rebuild its buckets."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and self.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_after_one_step(folder: str) -> None:
+    callbacks = [OnExceptionCheckpoint(folder)]
+    trainer(callbacks=callbacks, enable_checkpointing=True, num_sanity_val_steps=0).fit(DiesAfterOneStep())
+
+
+def test_the_checkpoint_of_an_exception_needs_no_other_rank(tmp_path: Path) -> None:
+    with pytest.raises(RankFailureError, match="rank 1 of 2: died without a word"):
+        run_ranks(die_after_one_step, 2, init=False, folder=str(tmp_path))
+    manifest = verify(tmp_path / "on_exception.ckpt")
+    assert manifest is not None
+    assert manifest.step == 1
 
 
 class StopsIn(BoringModel):
