@@ -826,11 +826,18 @@ def intercept_stopping(trainer: Any, moments: StopMoments) -> Callable[[], None]
     loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     undo = _all_of(
         _specialise(trainer, should_stop=should_stop),
-        _specialise(trainer.fit_loop, skip=property(skip), on_run_start=on_run_start, on_advance_end=on_epoch_end),
+        _specialise(
+            trainer.fit_loop,
+            skip=property(skip),
+            on_run_start=on_run_start,
+            on_advance_start=_without_end(fit_class.on_advance_start),
+            advance=_without_end(fit_class.advance),
+            on_advance_end=_without_end(on_epoch_end),
+        ),
         _specialise(
             trainer.fit_loop.epoch_loop,
             advance=advance,
-            on_advance_end=on_batch_end,
+            on_advance_end=_without_end(on_batch_end),
             _broadcast_sigterm_tensor=lambda loop: None,
         ),
         _specialise(trainer._signal_connector, register_signal_handlers=lambda connector: None),
@@ -877,7 +884,19 @@ def _intercept_evaluation(loop: Any, moments: StopMoments) -> Callable[[], None]
     return _specialise(loop, run=run, setup_data=setup_data, **{step_name: step})
 
 
-def _end_of_data(error: StopIteration, data_fetcher: Any) -> Exception:
+def _without_end(function: Callable[..., None]) -> Callable[..., None]:
+    """Lets a part of a loop that reads no data end by no ``StopIteration`` of a hook."""
+
+    def call(*arguments: Any) -> None:
+        try:
+            function(*arguments)
+        except StopIteration as error:
+            raise _end_of_data(error) from error.__cause__
+
+    return call
+
+
+def _end_of_data(error: StopIteration, data_fetcher: Any = None) -> Exception:
     """Returns the error itself if it is the data's, else one in words: Lightning takes any for the end of the data.
 
     No context manager can do so: for ``contextlib``, a ``RuntimeError`` with this cause is the ``StopIteration``.
@@ -1006,20 +1025,19 @@ def remove_after_saves(io: Any, path: Any) -> None:
 
     Lightning removes at once, so that of an old checkpoint and the one that replaces it there may be none for a while.
     """
-    from lightning.pytorch.plugins.io import AsyncCheckpointIO
-
-    if not isinstance(io, AsyncCheckpointIO) or io._executor is None:
+    saver = next((each for each in _background_ios(io) if each._executor is not None), None)
+    if saver is None:
         io.remove_checkpoint(path)
         return
 
     def remove() -> None:
-        if io._error is None:
+        if saver._error is None:
             try:
                 io.remove_checkpoint(path)
             except BaseException as error:
-                io._error = error  # raised at the next save, as an error of the last one is
+                saver._error = error  # raised at the next save, as an error of the last one is
 
-    io._executor.submit(remove)
+    saver._executor.submit(remove)
 
 
 def saves_in_background(io: Any) -> bool:
@@ -1088,7 +1106,9 @@ def hook_of(error: BaseException) -> str | None:
 
     found, is_called = None, False
     for frame, _ in walk_tb(error.__traceback__):
-        if is_called and frame.f_code.co_filename != call.__file__ and "self" in frame.f_locals:
+        if frame.f_code.co_filename == call.__file__:
+            found = frame.f_locals.get("hook_name", found)  # all there is where a decorator or a lambda was called
+        elif is_called and "self" in frame.f_locals:
             found = f"{type(frame.f_locals['self']).__name__}.{frame.f_code.co_name}"
         is_called = frame.f_code.co_filename == call.__file__
     return found

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -134,6 +135,17 @@ def test_a_file_without_a_seal_has_at_least_whole_records(tmp_path: Path) -> Non
         verify(path)
     with pytest.raises(DamagedCheckpointError, match="data/0 has changed"):
         read(path)
+    entry = whole.index(b"PK\x01\x02")  # the first in the directory
+    for position, bit, says in ((8, 1, RuntimeError), (10, 8, zlib.error)):  # encrypted, and deflated
+        changed = bytearray(whole)
+        changed[entry + position] ^= bit
+        path.write_bytes(changed)
+        with zipfile.ZipFile(path) as archive, pytest.raises(says):
+            archive.testzip()
+        with pytest.raises(Damage, match="no whole archive"):
+            verify(path)
+        with pytest.raises(DamagedCheckpointError, match="no whole archive"):
+            read(path)
     torch.serialization.set_crc32_options(False)
     try:
         torch.save(saved, path)

@@ -1,6 +1,7 @@
 """The newest checkpoint that is whole is found, and what is passed over is said."""
 
 import errno
+import io
 import logging
 import os
 import shutil
@@ -111,6 +112,22 @@ def test_files_of_others_have_to_be_whole(tmp_path: Path, caplog: pytest.LogCapt
     assert len(caplog.messages) == 2
     good.unlink()
     assert newest_checkpoint(tmp_path) == older
+
+
+def test_no_file_that_is_cut_keeps_an_older_one_from_being_found(tmp_path: Path) -> None:
+    """Also one of the form before the archives, from which torch raises what it raises."""
+    good = save(tmp_path / "good.ckpt", 1, saved_at_s=1000)
+    state = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))]).state_dict()
+    buffer, raised = io.BytesIO(), set[str]()
+    torch.save({"optimizer_states": [state]}, buffer, _use_new_zipfile_serialization=False)
+    for size_bytes in range(100, 140):
+        content = buffer.getvalue()[:size_bytes]
+        with pytest.raises(Exception) as caught:
+            torch.load(io.BytesIO(content), weights_only=True)
+        raised.add(type(caught.value).__name__)
+        (tmp_path / "newer.ckpt").write_bytes(content)
+        assert newest_checkpoint(tmp_path) == good
+    assert raised >= {"IndexError", "error"}  # of struct
 
 
 @pytest.mark.parametrize("sealed", [False, True])

@@ -1,11 +1,13 @@
 """Saving and loading in a Trainer: all ranks learn of a failure, and nothing old goes before the new is whole."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging.handlers
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 from ddp_plugin import CustomDDPStrategy, _compat, default_callbacks, process_group
 from ddp_plugin.checkpoints import RefusedCheckpointError, verify
@@ -200,10 +203,15 @@ def test_at_any_moment_there_is_a_whole_checkpoint(
         assert len(names) == settings.get("save_top_k", 1) + bool(settings.get("save_last"))
 
 
+class WrappingIO(_WrappingCheckpointIO):
+    """Hands everything on."""
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
 @ranks(1, init=False)
-def test_a_save_that_failed_in_the_background_keeps_the_old_one(tmp_path: Path) -> None:
+def test_a_save_that_failed_in_the_background_keeps_the_old_one(wrapped: bool, tmp_path: Path) -> None:
     io = AsyncCheckpointIO()
-    run = fit(Model(), epochs=1, strategy=CustomDDPStrategy(checkpoint_io=io))
+    run = fit(Model(), epochs=1, strategy=CustomDDPStrategy(checkpoint_io=WrappingIO(io) if wrapped else io))
     run.save_checkpoint(tmp_path / "old.ckpt")
     with contextlib.suppress(DDPPluginError):  # it may fail before the call returns
         io.save_checkpoint({"lock": threading.Lock()}, tmp_path / "new.ckpt")
@@ -222,6 +230,42 @@ def test_a_save_that_failed_in_the_background_keeps_the_old_one(tmp_path: Path) 
     run.save_checkpoint(tmp_path / "b.ckpt")  # it is not said twice
     run.strategy.finish_saves()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt", "b.ckpt"]
+
+
+class SavesOutside(pl.Callback):
+    """Saves where no training goes on that would wait for the file at its end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.told = path, list[str]()
+
+    def save(self, trainer: pl.Trainer, *_: Any) -> None:
+        with pytest.raises(DDPPluginError, match="No space left on device") as caught:
+            trainer.save_checkpoint(self.path)
+        self.told.append(str(caught.value))
+
+    on_fit_end = on_validation_end = save
+
+
+@ranks(2, init=False)
+def test_a_save_outside_a_training_is_waited_for(tmp_path: Path) -> None:
+    def fails(*_: Any) -> None:
+        time.sleep(0.1)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    saves = SavesOutside(tmp_path / "a.ckpt")
+    run = trainer(strategy=CustomDDPStrategy(checkpoint_io=AsyncCheckpointIO()), callbacks=[saves])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_io, "write", fails)
+        model = Model()
+        run.fit(model, data())
+        run.validate(model, data(), verbose=False)
+        saves.save(run)
+        assert len(saves.told) == 3
+        run.state.status = "interrupted"
+        if run.is_global_zero:  # nobody waits for the others then
+            with pytest.raises(DDPPluginError, match="No space left on device"):
+                run.strategy.save_checkpoint({}, tmp_path / "b.ckpt")
+    assert len(set(gather_objects(tuple(saves.told), process_group.control_group()))) == 1
 
 
 class FillsTheDisk(pl.Callback):

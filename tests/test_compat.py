@@ -286,13 +286,24 @@ def test_which_hook_raised() -> None:
         def deeper(self):
             raise ValueError("here")
 
-    run = pl.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, callbacks=[Fails()], max_steps=1,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="here") as caught:
-        run.fit(BoringModel())
-    assert _compat.hook_of(caught.value) == "Fails.on_sanity_check_start"
+    class Static(pl.Callback):
+        on_sanity_check_start = staticmethod(lambda trainer, module: Fails().deeper())
+
+    class Decorated(pl.Callback):
+        @torch.no_grad()
+        def on_sanity_check_start(self, trainer, module):
+            Fails().deeper()
+
+    lambdas = pl.callbacks.LambdaCallback(on_sanity_check_start=lambda trainer, module: Fails().deeper())
+    unnamed = ((callback, "on_sanity_check_start") for callback in (Static(), lambdas))
+    for callback, hook in ((Fails(), "Fails.on_sanity_check_start"), (Decorated(), "on_sanity_check_start"), *unnamed):
+        run = pl.Trainer(
+            accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, callbacks=[callback], max_steps=1,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        with pytest.raises(ValueError, match="here") as caught:
+            run.fit(BoringModel())
+        assert _compat.hook_of(caught.value) == hook
     assert _compat.hook_of(ValueError()) is None
 
 
@@ -301,6 +312,8 @@ def test_where_lightning_stops() -> None:
     fit_loop = trainer.fit_loop
     assert list(inspect.signature(fit_loop.epoch_loop._broadcast_sigterm_tensor).parameters) == []
     assert isinstance(type(fit_loop.epoch_loop)._is_training_done, property)
+    for name in ("on_advance_start", "advance", "on_advance_end"):
+        assert list(inspect.signature(getattr(fit_loop, name)).parameters) == []
     assert list(inspect.signature(trainer._signal_connector.register_signal_handlers).parameters) == []
     _compat.note_sigterm(trainer)
     assert trainer.received_sigterm is True

@@ -21,12 +21,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, OnExceptionCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch._utils import ExceptionWrapper
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_plugin import CustomDDPStrategy, _compat
+from ddp_plugin.checkpoints import verify
 from ddp_plugin.errors import DDPPluginError, explain
 from ddp_plugin.hooks._attached import AttachedHook
 from ddp_plugin.supervision import failure_watch
@@ -250,6 +251,77 @@ def test_a_rank_that_leaves_alone_is_missed(tmp_path: Path) -> None:
 
 
 LEFT = "rank {} left the run at step 2 in training_step, the other ranks did not: SystemExit: 0"
+
+
+class DiesAfterOneStep(BoringModel):
+    """Where DDP is about to rebuild its buckets."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and self.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_after_one_step(folder: str) -> None:
+    callbacks = [OnExceptionCheckpoint(folder)]
+    trainer(callbacks=callbacks, enable_checkpointing=True, num_sanity_val_steps=0).fit(DiesAfterOneStep())
+
+
+def test_the_checkpoint_of_an_exception_needs_no_other_rank(tmp_path: Path) -> None:
+    with pytest.raises(RankFailureError, match="rank 1 of 2: died without a word"):
+        run_ranks(die_after_one_step, 2, init=False, folder=str(tmp_path))
+    manifest = verify(tmp_path / "on_exception.ckpt")
+    assert manifest is not None
+    assert manifest.step == 1
+
+
+class StopsIn(BoringModel):
+    """Raises ``StopIteration`` in one hook, below a decorator."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        setattr(self, hook, torch.no_grad()(lambda *_: next(iter(()))))
+
+
+@ranks(1, init=False)
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_no_hook_ends_the_data() -> None:
+    settings = {"num_sanity_val_steps": 0, "limit_train_batches": 2, "limit_val_batches": 1, "max_epochs": 3}
+    on_end = ("on_train_batch_end", "on_validation_epoch_end", "on_train_epoch_end")
+    for hook in ("on_train_epoch_start", "on_validation_start", *on_end):
+        callback = LambdaCallback(**{hook: lambda *_: next(iter(()))})
+        for model, callbacks in ((BoringModel(), [callback]), (StopsIn(hook), [])):
+            with pytest.raises(DDPPluginError, match=f"{hook} raised StopIteration"):
+                trainer(callbacks=callbacks, **settings).fit(model)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.ones(6, 32))
+
+
+class SkipsTheRest(BoringModel):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 2 else None
+
+
+class TakesTheIterator(BoringModel):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
+@ranks(1, init=False)
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_what_ends_an_epoch_rightly_still_does() -> None:
+    rows, stream = DataLoader(torch.ones(8, 32), batch_size=2), DataLoader(Stream(), batch_size=2)
+    for model, loader, num_steps in (
+        (BoringModel(), stream, 3),
+        (SkipsTheRest(), rows, 2),
+        (TakesTheIterator(), rows, 4),
+        (TakesTheIterator(), stream, 3),
+    ):
+        run = trainer(max_epochs=2, limit_val_batches=0)
+        run.fit(model, loader)
+        assert run.global_step == 2 * num_steps
 
 
 # ------------------------------------------------------------------------------------------------- what is no failure

@@ -371,6 +371,10 @@ def test_one_process_that_goes_on_is_not_reported() -> None:
     slow = pl.callbacks.LambdaCallback(on_train_batch_end=lambda *_: time.sleep(0.4))
     trainer(strategy="auto", callbacks=[watchdog, slow], max_steps=4, limit_val_batches=0).fit(Model())
     assert watchdog.diagnoses == []
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("ddp_plugin-")]
+    for thread in left:
+        thread.join(5.0)
+    assert not any(thread.is_alive() for thread in left)
 
 
 @ranks(2, init=False)

@@ -87,7 +87,7 @@ def test_versions_that_speak_another_language_are_errors(package: str, other: st
         ("optimizer", "lr of group 0 of SGD 0", True),
         ("launcher", "SLURM_JOB_ID", False),
         ("environment", "NCCL_ALGO", False),
-        ("environment", "TORCH_DISTRIBUTED_DEBUG", True),
+        ("environment", "TORCH_DISTRIBUTED_DEBUG", False),
         ("device", "device", False),
         ("option", "batch size", False),
     ],
@@ -98,6 +98,15 @@ def test_each_kind_is_an_error_or_a_warning(kind: str, name: str, is_error: bool
         assert finding.is_error is is_error
         assert finding.sentence.startswith(f"{name} is 1 on rank 0 and ")
         assert " on rank 1: " in finding.sentence
+
+
+def test_only_the_debug_level_that_sends_messages_has_to_be_the_same() -> None:
+    name = "TORCH_DISTRIBUTED_DEBUG"
+    for one, other, is_error in (("OFF", "INFO", False), ("INFO", "DETAIL", True), ("detail", "OFF", True)):
+        (finding,) = compare([of_rank(0, environment={name: one}), of_rank(1, environment={name: other})])
+        assert finding.is_error is is_error
+    (finding,) = compare([of_rank(0), of_rank(1, environment={name: "DETAIL"})])
+    assert finding.is_error
 
 
 def test_what_belongs_to_one_rank_may_differ() -> None:

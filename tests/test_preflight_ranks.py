@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import OmegaConf
 from torch import Tensor, nn
@@ -106,6 +106,10 @@ CASES: dict[str, tuple[Callable[[bool], Any], str]] = {
     "the order of callbacks": (
         lambda odd: fit(callbacks=[c() for c in (DecisionSync, PerRankSeed)[:: -1 if odd else 1]]),
         "order of the callbacks that communicate is ['DecisionSync', 'PerRankSeed'] on {others} and ['PerRankSeed',",
+    ),
+    "planned accumulation": (
+        lambda odd: fit(callbacks=[GradientAccumulationScheduler({0: 2 if odd else 1})]),
+        "callback GradientAccumulationScheduler is there with {{0: 1}} on {others} and there with {{0: 2}} on {odd}",
     ),
     "one layer more": (
         lambda odd: fit(Module(bias=not odd)),

@@ -150,6 +150,7 @@ class HangWatchdog(pl.Callback):
             watcher.leave(pulse.board, how)
         if self._is_own_pulse:
             pulse.stop()
+            pulse.board.close()
 
     # ------------------------------------------------------------------------------------------ in the pulse's thread
 

@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -357,7 +358,7 @@ def check_records(file: IO[bytes]) -> None:
                             pass
                 except zipfile.BadZipFile:
                     damaged.append(record.filename)
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError) as error:
+    except (zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, ValueError) as error:
         raise Damage(_why_no_archive(file)) from error
     finally:
         file.seek(0)

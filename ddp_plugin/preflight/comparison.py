@@ -50,7 +50,6 @@ CALLBACK_ORDER = "order of the callbacks that communicate"
 _NUM_GROUPS_SHOWN = 4
 _NUM_TENSORS_SHOWN = 5
 _JOB_VARIABLES = ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_NNODES", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS")
-_ERRORS_IN_ENVIRONMENT = frozenset(("TORCH_DISTRIBUTED_DEBUG",))
 
 
 @dataclass(frozen=True)
@@ -87,6 +86,10 @@ def _is_grave_version(name: str, values: Sequence[str]) -> bool:
     return name in ("ddp_plugin", "NCCL")
 
 
+def _sends_more(name: str, values: Sequence[str]) -> bool:
+    return name == "TORCH_DISTRIBUTED_DEBUG" and "DETAIL" in [value.upper() for value in values]
+
+
 _KINDS: Mapping[str, _Kind] = {  # most important first
     WORLD: _Kind("start every process with the same devices, num_nodes and strategy", _always),
     VERSION: _Kind("install one version on every machine", _is_grave_version),
@@ -94,7 +97,7 @@ _KINDS: Mapping[str, _Kind] = {  # most important first
     CALLBACK: _Kind("give every rank the same callbacks in the same order", _always),
     OPTIMIZER: _Kind("make the same optimizers on every rank", _always),
     LAUNCHER: _Kind("start all processes in one job", _never, "not set"),
-    ENVIRONMENT: _Kind("set it alike on every machine", lambda name, values: name in _ERRORS_IN_ENVIRONMENT, "not set"),
+    ENVIRONMENT: _Kind("set it alike on every machine", _sends_more, "not set"),
     DEVICE: _Kind("all ranks wait for the slowest device; use one kind", _never),
     OPTION: _Kind("give every rank the same value, unless it is meant", _never),
 }

@@ -96,6 +96,8 @@ class AgreedFiles(DDPStrategy):
     about it.
     """
 
+    _is_training = False  # so that something comes that waits for what is written in the background
+
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """What writes and reads files: the one that was given, else :class:`SealedCheckpointIO`."""
@@ -119,10 +121,11 @@ class AgreedFiles(DDPStrategy):
         Raises:
             DDPPluginError: on all ranks, with the path, the cause and the room that is left. After an exception that
                 ended the run on some rank it is raised on rank 0 alone, for the others may not come any more. Where
-                ``AsyncCheckpointIO`` writes, it may be about an earlier file.
+                ``AsyncCheckpointIO`` writes, it may be about an earlier file; but outside the training of a fit the
+                call waits for the file, for nothing that comes later would.
 
         Collectives:
-            One object gather on the control group, on every rank.
+            One object gather on the control group, on every rank; outside a training those of :meth:`finish_saves`.
         """
         failure: Exception | None = None
         if self.is_global_zero:
@@ -140,12 +143,14 @@ class AgreedFiles(DDPStrategy):
         for told in gather_objects(text, group):
             if told is not None:
                 raise DDPPluginError(told) from failure
+        if not self._is_training:
+            self.finish_saves()
 
     def finish_saves(self) -> None:
         """Waits for the files that rank 0 still writes in the background; if one has failed, it fails on all ranks.
 
         Raises:
-            DDPPluginError: on all ranks, with the path and the cause.
+            DDPPluginError: on all ranks, with the path and the cause; after an exception as in :meth:`save_checkpoint`.
 
         Collectives:
             With an ``AsyncCheckpointIO`` one object gather on the control group, on every rank; otherwise none.
@@ -154,14 +159,25 @@ class AgreedFiles(DDPStrategy):
             return
         failure = _compat.finish_saves(self.checkpoint_io)
         text = None if failure is None else _in_words(failure)
-        for told in gather_objects(text, self._all_ranks()):
+        for told in gather_objects(text, None if _is_interrupted(self) else self._all_ranks()):
             if told is not None:
                 raise DDPPluginError(told) from failure
+
+    def on_train_start(self) -> None:
+        """Lets files be written in the background from here on."""
+        super().on_train_start()
+        self._is_training = True
+
+    def on_train_end(self) -> None:
+        """Has every later save waited for at once."""
+        self._is_training = False
+        super().on_train_end()
 
     def teardown(self) -> None:
         """Ends the run. After an exception, files that could not be written in the background are a line in the log."""
         if _is_interrupted(self) and (failure := _compat.finish_saves(self.checkpoint_io)) is not None:
             _log.error("%s", _in_words(failure))  # raised, it would take the place of what ended the run
+        self._is_training = False
         super().teardown()
 
     def remove_checkpoint(self, filepath: Any) -> None:

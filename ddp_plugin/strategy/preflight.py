@@ -326,6 +326,9 @@ def _communicating(callbacks: Sequence[Callback]) -> dict[str, str]:
     found = {
         f"callback {name}": "there" if names.count(name) == 1 else f"there {names.count(name)} times" for name in names
     }
+    for callback in callbacks:
+        if isinstance(callback, GradientAccumulationScheduler):  # as accumulate_grad_batches of the Trainer
+            found[f"callback {type(callback).__qualname__}"] += f" with {facts.shown(callback.scheduling)}"
     return found | {comparison.CALLBACK_ORDER: facts.shown(names)}
 
 

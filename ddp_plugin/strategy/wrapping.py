@@ -332,11 +332,12 @@ class FollowingWrap(MatchedReductions):
 
         Collectives:
             Those of DDP's own rebuilding of its buckets, when it is due, and of the hook's
-            :meth:`~ddp_plugin.hooks.AttachedHook.state`, on every rank.
+            :meth:`~ddp_plugin.hooks.AttachedHook.state`, on every rank; none of these after an exception.
         """
         if "optimizer_states" in checkpoint:  # of a run, not of weights alone
             model = self.model if isinstance(self.model, DistributedDataParallel) else None
-            self._layout.save(checkpoint, model, self._trainable)
+            is_interrupted = self.lightning_module is not None and self.lightning_module.trainer.interrupted
+            self._layout.save(checkpoint, model, self._trainable, may_rebuild=not is_interrupted)
             self._save_hook(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 

@@ -107,7 +107,11 @@ class LayoutKeeper:
         self._saved = BucketLayout.from_state(state) if state is not None else None
 
     def save(
-        self, checkpoint: dict[str, Any], model: DistributedDataParallel | None, trainable: TrainableParameters | None
+        self,
+        checkpoint: dict[str, Any],
+        model: DistributedDataParallel | None,
+        trainable: TrainableParameters | None,
+        may_rebuild: bool = True,
     ) -> None:
         """Puts the layout in force into a checkpoint; after a run, the one that was in force at its end.
 
@@ -115,12 +119,14 @@ class LayoutKeeper:
             checkpoint: what will be written.
             model: the wrap, if there is one.
             trainable: the parameters that it reduces.
+            may_rebuild: ``False`` where other ranks may not come; a layout that is due to change is left out then.
 
         Collectives:
-            Those of DDP's rebuilding of its buckets on every rank, when that is due.
+            Those of DDP's rebuilding of its buckets on every rank, when that is due; none without ``may_rebuild``.
         """
         if model is not None and trainable is not None:
-            _compat.finish_rebuilding_buckets(model)
+            if may_rebuild:
+                _compat.finish_rebuilding_buckets(model)
             self._last = BucketLayout.of(model, trainable.names, trainable.parameters())
         if self._last is not None:
             checkpoint.setdefault("ddp_plugin", {})["bucket_layout"] = self._last.state()
