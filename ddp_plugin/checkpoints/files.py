@@ -366,9 +366,17 @@ def check_records(file: IO[bytes]) -> None:
         raise Damage(f"its record {damaged[0]} has changed since it was written")
 
 
+_END_OF_ARCHIVE = b"PK\x05\x06"
+_LONGEST_END_BYTES = 22 + 65_535
+"""Of a zip's record of its end, with the longest comment that it may have."""
+
+
 def _why_no_archive(file: IO[bytes]) -> str:
     num_bytes = file.seek(0, os.SEEK_END)
     file.seek(0)
     if file.read(len(ARCHIVE)) != ARCHIVE:
         return "it is no archive of torch.save"
+    file.seek(max(0, num_bytes - _LONGEST_END_BYTES))
+    if _END_OF_ARCHIVE in file.read():
+        return "it is no whole archive of torch.save"
     return f"it was cut short: only {num_bytes} bytes are there, without the end of the archive"
