@@ -533,7 +533,6 @@ group, found = dist.group.WORLD, {}
 for name, exchange in {
     "all_to_all": lambda: all_to_all(torch.empty_like(parts), parts, group),
     "all_gather": lambda: all_gather(torch.empty_like(parts), own, group),
-    "gloo's all_to_all": lambda: dist.all_to_all_single(torch.empty_like(parts), parts),
 }.items():
     times = []
     for _ in range(3):
@@ -568,7 +567,6 @@ def test_exchanges_use_both_directions_of_a_slow_link_at_once(tmp_path: Path) ->
     ideal_s = num_bytes * 8 / (rate_mbit * 1e6)
     assert ideal_s * 0.9 < found["all_to_all"] < 1.35 * ideal_s, found
     assert ideal_s * 0.9 < found["all_gather"] < 1.35 * ideal_s, found
-    assert found["gloo's all_to_all"] > 1.5 * ideal_s, "else this detour is needed no more"
 
 
 def test_a_small_real_run() -> None:
