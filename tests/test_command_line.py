@@ -65,7 +65,7 @@ def test_ring_draws_the_walk(ending: str, tmp_path: Path) -> None:
         (["ring", "--ranks", "17", "--picture", "x.png"], "at most 16 ranks"),
         (["ring", "--picture", "x.docx"], "ends in one of"),
         (["plan", "--parameters", "-1"], "--parameters above 0"),
-        (["plan", "--parameters", "1e6", "--nodes", "0"], "num_nodes"),
+        (["plan", "--parameters", "1e6", "--nodes", "0"], "--nodes"),
         (["plan", "--parameters", "1e6", "--between", "pigeon"], "a link out of"),
         (["plan", "--parameters", "1e6", "--base-batch", "3"], "--batch-size"),
         (["plan", "--parameters", "1e6", "--picture", "x.png"], "--step-s"),

@@ -73,6 +73,31 @@ def test_a_store_that_never_answers_is_lost_and_costs_the_patience_once(monkeypa
         assert time.monotonic() - began_s < patience_s
 
 
+def test_what_a_signal_raises_is_no_fault_of_the_store() -> None:
+    """torch raises so where a data worker was killed, in whatever the main thread does."""
+
+    def worker_was_killed(number: int, frame: Any) -> None:
+        raise RuntimeError("DataLoader worker is killed")
+
+    asked = threading.Event()
+
+    class Slow:
+        def check(self, keys: list[str]) -> bool:
+            return not asked.wait(20.0)
+
+    board = Board(Slow(), 0, 2)
+    before = signal.signal(signal.SIGALRM, worker_was_killed)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(RuntimeError, match="is killed"):
+            board.claimed("topic")
+    finally:
+        asked.set()
+        signal.signal(signal.SIGALRM, before)
+    assert board.claimed("topic") is None, "it still answers"
+    board.close()
+
+
 def test_a_closed_board_has_no_thread() -> None:
     before = threading.enumerate()
     board = Board.alone()

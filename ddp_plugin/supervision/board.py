@@ -169,6 +169,8 @@ class Board:
             RuntimeError,
             TimeoutError,
         ) as error:  # torch's DistStoreError and DistNetworkError are kinds of the first
+            if isinstance(error, RuntimeError) and not (answer.done() and answer.exception() is error):
+                raise  # a signal's handler raised it here; the store has nothing to do with it
             self._is_lost = True
             why = str(error) or f"no answer in {_ANSWER_WITHIN.total_seconds():g} s"
             raise BoardLostError(f"The store of the process group does not answer rank {self.rank}: {why}") from error

@@ -163,7 +163,12 @@ class FailureWatch:
             return error
         self._has_come.set()
         try:
-            return self._raised(error, doing)
+            try:
+                return self._raised(error, doing)
+            except BoardLostError:
+                raise
+            except RuntimeError as interruption:  # torch's handler of a killed data worker's signal, wherever this was
+                return self._raised(interruption, "a data loader")
         except BoardLostError as lost:
             if self._first is None:
                 self._learn(self._describe_lost(lost))
@@ -196,7 +201,7 @@ class FailureWatch:
             self._say_on_rank_0()
             self._answer(_IS_TOLD)
             return error
-        follows = is_consequence(error)
+        follows = _follows_from_others(error)
         if follows:
             self._look_for_cause()
         own = self._describe_own(error, doing)
@@ -344,7 +349,7 @@ class FailureWatch:
 
     def _blame(self, error: BaseException) -> BaseException:
         """Returns the error to raise in place of one that followed from the first failure."""
-        if not is_consequence(error) or self._first is None:
+        if not _follows_from_others(error) or self._first is None:
             return error
         blaming = PeerFailedError(describe_at_length(self._first))
         blaming.__cause__ = error
@@ -392,6 +397,11 @@ class FailureWatch:
             "pid": process.get("pid"),
             "host": process.get("host"),
         }
+
+
+def _follows_from_others(error: BaseException) -> bool:
+    """Whether a connection broke that was not one to a data worker, or one of the user's own dataset."""
+    return is_consequence(error) and not _is_of_loader(error)
 
 
 def _is_of_loader(error: BaseException) -> bool:
