@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         status: int = _COMMANDS[chosen.command].run(chosen)
-    except (ValueError, ModuleNotFoundError) as mistake:
+    except (ValueError, ModuleNotFoundError, OSError) as mistake:
         print(f"ddp-plugin {chosen.command}: {mistake}", file=sys.stderr)
         return 2
     return status

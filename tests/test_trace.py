@@ -39,7 +39,7 @@ from ddp_plugin.tracing.records import (
     operators_path,
     read_records,
     record_path,
-    remove_records,
+    set_aside,
     write_record,
 )
 from ddp_plugin.tracing.request import VARIABLE, TraceRequest, Window, request_in
@@ -183,8 +183,13 @@ def test_a_record_comes_back_from_its_file_and_old_ones_go(tmp_path: Path) -> No
     assert [text.split()[0] for text in complaints] == ["rank3.json", "rank4.json"]
     for name in ("ranking.json", "notes.txt", "rank1.operators.json", "trace.html", "trace.json", "trace.png"):
         (tmp_path / "new" / name).touch()
-    remove_records(tmp_path / "new")
-    assert {path.name for path in (tmp_path / "new").iterdir()} == {"ranking.json", "notes.txt"}
+    for is_there in (True, False, False):  # what is no trace takes the place of none
+        aside = set_aside(tmp_path / "new")
+        assert (aside is not None) is is_there
+        assert {path.name for path in (tmp_path / "new").iterdir()} == {"ranking.json", "notes.txt", "previous"}
+        assert read_records(tmp_path / "new" / "previous")[0] == {1: made}
+        (tmp_path / "new" / "trace.html").touch()
+    assert (tmp_path / "new" / "previous" / "rank1.operators.json").exists()
 
 
 def test_times_are_those_that_can_be_added_up_by_hand() -> None:
@@ -519,7 +524,9 @@ def test_the_command_traces_every_process_of_a_script(
     assert "on 2 ranks, mean of 5 steps" in told
     written = {path.name for path in (tmp_path / "out").iterdir()}
     operators = {f"rank{rank}.operators.json" for rank in range(2)}
-    assert written == {"trace.html", "trace.json", "trace.png", "rank0.json", "rank1.json"} | operators
+    own = {"trace.html", "trace.json", "trace.png", "rank0.json", "rank1.json"}
+    assert written == own | operators | {"previous"}
+    assert (tmp_path / "out" / "previous" / "rank5.json").read_text() == "of an older trace"
     page = (tmp_path / "out" / "trace.html").read_text()
     assert shlex.join(script).replace("'", "&#x27;") in page
     (tmp_path / "out" / "trace.html").unlink()

@@ -28,6 +28,7 @@ from ddp_plugin.scripts import build_by_name
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "what a run will need: memory, bytes on the wire, seconds of a step, scaling"
+_MOST_PROCESSES, _MOST_PARAMETERS = 1_000_000, 1e13
 _WIDTH = 4096  # of the square matrices that stand for a model of which only the number of parameters is known
 
 
@@ -92,20 +93,18 @@ def run(chosen: argparse.Namespace) -> int:
         print(_checked_as_json(checked, measured) if chosen.json else render_checked(checked, measured["made_with"]))
         return 0
     plan = plan_for(chosen)
-    if chosen.picture is not None:
-        if not plan.is_timed:
-            raise ValueError(
-                explain(
-                    "the length of a step, for a picture of it", "none", "Give --step-s, or --model with an example"
-                )
-            )
-        from ddp_plugin.planning.picture import draw_plan
-
-        draw_plan(chosen.picture, plan)
+    if chosen.picture is not None and not plan.is_timed:
+        raise ValueError(
+            explain("the length of a step, for a picture of it", "none", "Give --step-s, or --model with an example")
+        )
     if chosen.json:
         print(json.dumps(_as_json(plan), indent=2))
     else:
         print(f"{render_plan(plan)}\n{summary(checked, measured['made_with'])}")
+    if chosen.picture is not None:
+        from ddp_plugin.planning.picture import draw_plan
+
+        draw_plan(chosen.picture, plan)
     return 0
 
 
@@ -176,6 +175,14 @@ def _described(chosen: argparse.Namespace) -> _Run:
     )
     for name, count in (("--gpus", gpus), ("--nodes", nodes), ("--accumulate", accumulated)):
         check_count(name, count, 1)
+    if gpus * nodes > _MOST_PROCESSES or (chosen.parameters or 0) > _MOST_PARAMETERS:
+        raise ValueError(
+            explain(
+                f"at most {_MOST_PROCESSES:,} processes and {_MOST_PARAMETERS:.0e} parameters",
+                f"{gpus * nodes:,} and {chosen.parameters or 0:g}",
+                "Lower them",
+            )
+        )
     batch = None
     if chosen.batch_size is not None:
         batch = EffectiveBatch(chosen.batch_size, gpus * nodes, accumulated)

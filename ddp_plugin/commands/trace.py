@@ -19,7 +19,7 @@ from ddp_plugin.timeline.picture import draw_timeline
 from ddp_plugin.tracing.findings import conclusions, headline, remarks
 from ddp_plugin.tracing.joining import Joined, join, merged_trace
 from ddp_plugin.tracing.page import render_page
-from ddp_plugin.tracing.records import remove_records, write_whole
+from ddp_plugin.tracing.records import set_aside, write_whole
 from ddp_plugin.tracing.request import VARIABLE, TraceRequest, Window
 
 __all__ = ["HELP", "add_arguments", "run", "write_page"]
@@ -72,10 +72,12 @@ def run(chosen: argparse.Namespace) -> int:
     folder = chosen.folder.resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        remove_records(folder)
+        before = set_aside(folder)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ValueError(explain("a folder that can be written, for --folder", str(error), "Name another")) from error
+    if before is not None:
+        print(f"ddp-plugin trace: the trace of before is in {before}", file=sys.stderr)
     request = TraceRequest(str(folder), window, profiles=not chosen.no_operators)
     status = _run(command, os.environ | {VARIABLE: request.to_variable()})
     try:

@@ -37,12 +37,13 @@ class Cluster:
         return self.num_nodes * self.ranks_per_node
 
     @property
-    def slowest(self) -> Link:
-        """The link that an exchange among all ranks waits for.
+    def links(self) -> tuple[Link, ...]:
+        """The links that an exchange among all ranks uses; it waits for the slowest.
 
         A ring that visits node after node crosses each node's border once, so the whole border serves it alone.
         """
-        return self.between if self.num_nodes > 1 else self.inside
+        inside = (self.inside,) if self.ranks_per_node > 1 or self.num_nodes == 1 else ()
+        return inside + ((self.between,) if self.num_nodes > 1 else ())
 
     def exact_s(self, num_bytes: float) -> float:
         """Returns how long an all-reduce takes with the better of a ring and a double tree, as NCCL chooses by size."""
@@ -50,4 +51,4 @@ class Cluster:
 
     def all_reduce_s(self, algorithm: str, num_bytes: float) -> float:
         """Returns how long an all-reduce among all ranks takes, in seconds; see :func:`~..collectives.cost.predict`."""
-        return predict(self.slowest, algorithm, self.world_size, num_bytes)
+        return max(predict(link, algorithm, self.world_size, num_bytes) for link in self.links)

@@ -126,8 +126,8 @@ def hook_seconds(hook: CommHook, cluster: Cluster, contents: Contents) -> float:
         return cluster.all_reduce_s(hook.name, contents.num_elements * contents.element_size_bytes)
     sent, latency = _busiest(cluster, [contents], hook.wire_bytes), COSTS["ring"]
     if hook.name != "hierarchical" or cluster.num_nodes == 1:
-        link = cluster.slowest
-        return latency(cluster.world_size).num_messages * link.alpha_s + sent * link.beta_s_per_byte
+        num_messages = latency(cluster.world_size).num_messages
+        return max(num_messages * link.alpha_s + sent * link.beta_s_per_byte for link in cluster.links)
     exact = resolve_hook("allreduce")
 
     def crossing(one: Contents, world_size: int, rank: int) -> int:

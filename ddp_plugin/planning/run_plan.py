@@ -184,7 +184,10 @@ def _steps(plan: RunPlan) -> list[str]:
             "without the optimizer; and with"
         )
     else:
-        head = "communication of a step (how much of it a backward hides is unknown: give --step-s or --model)"
+        head = (
+            "communication of a step (how much of it a backward hides is unknown: give --step-s, or a model with an "
+            "example)"
+        )
     lines = [head, f"  {'all-reduce':<20}{'sent':>10}{'on the wire':>14}{'exposed':>12}{'step':>12}"]
     lines += [_row(one, plan.is_timed) for one in plan.algorithms]
     lines += [f"  {'comm_hook':<20}"]

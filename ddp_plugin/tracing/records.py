@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,11 +26,12 @@ __all__ = [
     "operators_path",
     "read_records",
     "record_path",
-    "remove_records",
+    "set_aside",
     "write_record",
     "write_whole",
 ]
 
+_RECORD = re.compile(r"rank\d+\.json")
 _OURS = re.compile(r"trace\.(html|png|json)|\.?rank\d+(\.operators)?\.json(\.\d+)?(\.json)?|\.trace\.\w+\.\d+")
 SET_UP, TRAINING, WHOLE, OVER, FAILED = "set up", "training", "whole", "over", "failed"
 """How far a rank has come: a Trainer was set up without training; it trains, or was killed while it did; the window is
@@ -186,12 +188,27 @@ def read_records(folder: Path) -> tuple[dict[int, RankRecord], list[str]]:
     return dict(sorted(records.items())), complaints
 
 
-def remove_records(folder: Path) -> None:
-    """Removes what an older trace has left in a folder, and nothing else.
+def set_aside(folder: Path) -> Path | None:
+    """Puts an older trace into a folder of its own, in place of the one before it, and touches nothing else.
+
+    What holds no record of a rank is no trace, only the page about one that was not made: it is removed.
+
+    Returns:
+        Where the older trace is now, or ``None`` where there was none.
 
     Raises:
-        OSError: a file cannot be removed.
+        OSError: a file cannot be moved or removed.
     """
-    for path in folder.iterdir():
-        if _OURS.fullmatch(path.name):
+    files = [path for path in folder.iterdir() if _OURS.fullmatch(path.name)]
+    is_trace = any(_RECORD.fullmatch(path.name) for path in files)
+    aside = folder / "previous"
+    if is_trace:
+        if aside.exists():
+            shutil.rmtree(aside)
+        aside.mkdir()
+    for path in files:
+        if is_trace:
+            path.rename(aside / path.name)
+        else:
             path.unlink(missing_ok=True)
+    return aside if is_trace else None
