@@ -144,7 +144,11 @@ def test_the_stack_of_the_main_thread_is_read_from_another_one() -> None:
             thread.start()
             thread.join()
 
-    Waiting().wait_for(threading.Thread(target=lambda: read.append(main_thread_stack())))
+    def look() -> None:
+        time.sleep(0.2)  # until the main thread has come to wait
+        read.append(main_thread_stack())
+
+    Waiting().wait_for(threading.Thread(target=look))
     users = next(frame for frame in read[0] if frame.is_users)
     assert users.name == "Waiting.wait_for"
     assert users.code == "thread.join()"
