@@ -3,6 +3,7 @@
 import bdb
 import json
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
