@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: llm resnet test lint docs docs-serve pictures parity bench bench-slow-link losses exit-codes chaos test-gpu clean
+.PHONY: llm resnet test lint docs docs-serve pictures parity bench bench-slow-link losses exit-codes chaos test-long test-gpu clean
 
 llm: $(VENV)/.installed
 	$(BIN)/python recipes/llm.py $(ARGS)
@@ -22,7 +22,7 @@ NOTHING_SELECTED := 5
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TIMED) $(ARGS) || [ $$? -eq $(NOTHING_SELECTED) ]
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(LONG) tests $(TIMED:%=--ignore=%) $(ARGS) || [ $$? -eq $(NOTHING_SELECTED) ]
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" $(LONG) tests $(TIMED:%=--ignore=%) $(ARGS) || [ $$? -eq $(NOTHING_SELECTED) ]
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
@@ -64,6 +64,10 @@ SEED ?= 0
 KILLS ?= 10
 chaos: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --seed $(SEED) --kills $(KILLS) $(ARGS)
+
+# What `make test` leaves out, because each takes a minute.
+test-long: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long $(ARGS)
 
 test-gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/gpu -m gpu $(ARGS)

@@ -518,6 +518,7 @@ def test_the_accuracy_of_two_processes_is_that_of_one(whole_run):
     assert logged(folder, "val/num_images") == [180.0, 180.0, 180.0]
 
 
+@pytest.mark.long
 def test_the_default_network_reads_97_of_100_digits(tmp_path):
     # The defaults but for their length: 8 of the 20 epochs.
     output = run_recipe(tmp_path, "model.width=24", "trainer.max_epochs=8")
@@ -541,6 +542,7 @@ def test_the_plan_is_what_happens(whole_run):
     assert best["epoch"] == accuracies.index(max(accuracies))
 
 
+@pytest.mark.long
 def test_a_run_that_was_killed_ends_with_the_same_weights(whole_run, tmp_path):
     process = start_recipe(tmp_path, *WHOLE)
     try:

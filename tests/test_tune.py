@@ -830,6 +830,7 @@ def train_without_tuning() -> list[float]:
     return [value.double().sum().item() for value in model.parameters()]
 
 
+@pytest.mark.long
 def test_a_script_that_lightning_starts_again_tunes_and_trains_as_if_it_had_not(tmp_path: Path) -> None:
     assert run_program(tmp_path, "popen", str(tmp_path / "tuned.yaml")) == [
         run_ranks(train_without_tuning, 2, init=False)[0]
@@ -838,6 +839,7 @@ def test_a_script_that_lightning_starts_again_tunes_and_trains_as_if_it_had_not(
     assert sorted(file.name for file in tmp_path.iterdir()) == ["program.py", "tuned.yaml"]
 
 
+@pytest.mark.long
 def test_processes_that_end_with_the_tuning_bring_the_choice_home(tmp_path: Path) -> None:
     assert len(run_program(tmp_path, "spawn", str(tmp_path / "tuned.yaml"))) == 1
     assert OmegaConf.load(tmp_path / "tuned.yaml").bucket_cap_mb == SMALL_MB
