@@ -316,7 +316,7 @@ def _one_stays_away() -> tuple[str, list[str]]:
 def test_a_rank_that_does_not_come_is_named_while_others_wait_and_when_they_give_up() -> None:
     (zero, warned_0), _, (two, warned_2) = run_ranks(_one_stays_away, 3, init=False, timeout_s=WITHIN_S)
     assert zero == two
-    assert "Rank 1 of 3 has not come to 127.0.0.1:" in zero
+    assert "rank 1 of 3 has not come to 127.0.0.1:" in zero
     assert any(re.fullmatch(r"Rank 0 waits at 127\.0\.0\.1:\d+: rank.* 1.* of 3 ha.* not come\.", w) for w in warned_0)
     assert any("Rank 2 waits at 127.0.0.1:" in text for text in warned_2)
 
