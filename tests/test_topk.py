@@ -259,14 +259,14 @@ def assert_below_bound(world_size: int, kind: str, dtype: torch.dtype, density: 
 def test_one_collective_carries_what_the_formula_says(world_size: int) -> None:
     received: list[int] = []
     topk_module = importlib.import_module("ddp_plugin.hooks.topk")  # a function has the same name
-    inner = topk_module.all_gather_flat
+    inner = topk_module.all_gather
 
     def counting(out: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
         received.append(out.nbytes - own.nbytes)  # in a ring as much is sent
         inner(out, own, group)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(topk_module, "all_gather_flat", counting)
+        patch.setattr(topk_module, "all_gather", counting)
         for dtype in DTYPES:
             received.clear()
             hook, contents = HOOKS["topk"](density=0.03), contents_of(301, dtype)

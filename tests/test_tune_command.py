@@ -326,7 +326,7 @@ def test_classes_by_name() -> None:
         ([], "Got nothing"),
         (["--recipe", "recipes/llm.py", "--config", "a.yaml"], "Got --recipe and --config"),
         (["--config", "recipes/conf/llm.yaml", "--model", "tests.harness:ranks"], "arguments of the Trainer"),
-        (["--recipe", "no/recipe.py"], "--recipe to be a file"),
+        (["--recipe", "no/recipe.py"], "--recipe to be a training script"),
         (["--recipe", "recipes/plan.py"], "for_tuning"),
         (["--recipe", "recipes/llm.py", "model.dimm=3"], "dimm"),
         (["--config", "no/config.yaml"], "--config to be a file"),
