@@ -34,6 +34,7 @@ NAMED = {
 }
 
 
+@pytest.mark.long
 def test_quick_run_prints_every_number(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     finished = subprocess.run(

@@ -53,6 +53,7 @@ def test_no_hook_is_excused(hook: str, loss: float, monkeypatch: pytest.MonkeyPa
         losses.main()
 
 
+@pytest.mark.long
 def test_a_run_prints_its_verdicts_and_fails_for_one_that_is_not_noise() -> None:
     hooks = ("topk density=1 start_step=0", "topk density=0.00001 start_step=0")  # everything; nearly nothing
     command = [sys.executable, "-m", "tests.benchmarks.losses", *hooks, "--seeds", "2", "--steps", "20"]
