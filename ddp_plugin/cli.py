@@ -1,6 +1,7 @@
 """The command line: ``ddp-plugin doctor | plan | tune | trace | ring``."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -19,8 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those of the process when ``None``.
 
     Returns:
-        The exit status: 0, or 2 for what a person can correct, which is printed in words; that of a traced command is
-        the command's own.
+        The exit status: 0, or 2 for what a person can correct, which is printed in words; 130 after Ctrl+C; that of a
+        traced command is the command's own.
     """
     parser = argparse.ArgumentParser(
         prog="ddp-plugin", description="See and steer data-parallel training, before it runs and while it does."
@@ -36,4 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, ModuleNotFoundError, OSError) as mistake:
         print(f"ddp-plugin {chosen.command}: {mistake}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"\nddp-plugin {chosen.command}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     return status

@@ -180,6 +180,7 @@ STORY = (
     "tuning.layouts",
     "tuning.choice",
     "tuning.trials",
+    "tuning.interrupting",
     "tuning.tuner",
     "tuning",
     "tuning.sources",

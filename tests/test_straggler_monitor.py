@@ -442,27 +442,45 @@ def fit_with_hook() -> tuple[int | None, str]:
 # --------------------------------------------------------------------------------------------------------- the kernel
 
 
-def step(common_s: float = 0.0, tail: float = 1.0, data: float = 2.0, forward: float = 3.0) -> StepTimeline:
-    """The buckets are ready 1 and 2 seconds into the backward and reduced 4 seconds into it."""
-    ends = [common_s + tail]
+def step(
+    common_s: float = 0.0, rest: float = 0.0, tail: float = 1.0, data: float = 2.0, forward: float = 3.0
+) -> StepTimeline:
+    """The buckets are ready 1 and 2 seconds into the backward and reduced 4 seconds into it.
+
+    The backward before went on for ``rest`` seconds after the common moment, and the optimizer took ``tail``.
+    """
+    over_s = common_s + rest
+    before = (Phase("backward", common_s - 5.0, over_s), Phase("optimizer", over_s, over_s + tail))
+    ends = [over_s + tail]
     for length in (data, forward, 5.0, 0.5):
         ends.append(ends[-1] + length)
     parts = ("data", "forward", "backward", "optimizer")
     phases = tuple(Phase(part, ends[i], ends[i + 1]) for i, part in enumerate(parts))
     buckets = tuple(BucketSpan(index, ends[2] + 1.0 + index, ends[2] + 4.0) for index in range(2))
-    return StepTimeline(0, phases, buckets, common_s=common_s)
+    return StepTimeline(0, phases, buckets, common_s=common_s, before=before)
 
 
 def test_milestones_are_counted_from_the_common_moment() -> None:
     names = [
+        Milestone("backward"),
         Milestone("optimizer"),
         Milestone("data"),
         Milestone("forward"),
         *(Milestone("backward", i) for i in (0, 1)),
     ]
-    assert milestones_of(step(common_s=100.0)) == tuple(zip(names, (1.0, 3.0, 6.0, 7.0, 8.0), strict=True))
+    assert milestones_of(step(common_s=100.0)) == tuple(zip(names, (0.0, 1.0, 3.0, 6.0, 7.0, 8.0), strict=True))
     assert milestones_of(StepTimeline(0, step().phases, step().buckets)) == ()
     assert milestones_of(StepTimeline(0, step().phases, common_s=0.0)) == ()
+
+
+def test_what_a_backward_does_after_its_last_reduction_is_charged_to_the_backward() -> None:
+    """Its end is noted by another thread than the reduction's, and may come first."""
+    steps = [step(rest=rest) for rest in (-0.001, 4.0)]
+    arrived = [arrivals([one] * 6) for one in steps]
+    lateness = compare([one for one in arrived if one is not None])
+    lost_s = {"optimizer": 0.0, "data": 0.0, "forward": 0.0, "backward": 4.0}
+    assert lateness.lost_s(1) == pytest.approx(lost_s, abs=0.01)
+    assert lateness.worst_milestone(1) == Milestone("backward")
 
 
 def test_lateness_is_against_the_earliest_rank_at_each_milestone() -> None:
@@ -505,7 +523,8 @@ def test_lateness_grows_again_after_the_ranks_have_met() -> None:
             ends.append(ends[-1] + length)
         parts = ("data", "forward", "backward", "optimizer", "data", "forward", "backward")
         phases = tuple(Phase(part, ends[i], ends[i + 1]) for i, part in enumerate(parts))
-        one = StepTimeline(0, phases, (BucketSpan(0, ends[-2] + 2.0, ends[-1]),), common_s=0.0)
+        bucket = BucketSpan(0, ends[-2] + 2.0, ends[-1])
+        one = StepTimeline(0, phases, (bucket,), common_s=0.0, before=(Phase("optimizer", 0.0, 1.0),))
         arrived = arrivals([one])
         assert arrived is not None
         by_rank.append(arrived)
@@ -525,7 +544,8 @@ def test_the_ranks_meet_at_each_reduction_of_a_step() -> None:
         parts = ("data", "forward", "backward", "forward", "backward")
         phases = tuple(Phase(part, ends[i], ends[i + 1]) for i, part in enumerate(parts))
         buckets = tuple(BucketSpan(0, ends[i] + 1.0, ends[i + 1]) for i in (2, 4))
-        arrived = arrivals([StepTimeline(0, phases, buckets, common_s=0.0)])
+        before = (Phase("optimizer", 0.0, 1.0),)
+        arrived = arrivals([StepTimeline(0, phases, buckets, common_s=0.0, before=before)])
         assert arrived is not None
         by_rank.append(arrived)
     meeting = [(milestone.part, milestone.reduction) for milestone in by_rank[0].milestones]
@@ -538,10 +558,10 @@ def test_the_ranks_meet_at_each_reduction_of_a_step() -> None:
 
 
 def test_the_usual_kind_of_step_counts() -> None:
-    short = StepTimeline(0, step().phases, step().buckets[:1], common_s=0.0)
+    short = StepTimeline(0, step().phases, step().buckets[:1], common_s=0.0, before=step().before)
     arrived = arrivals([step(), step(), short])
     assert arrived is not None
-    assert (arrived.num_steps, len(arrived.milestones)) == (2, 5)
+    assert (arrived.num_steps, len(arrived.milestones)) == (2, 6)
     assert arrivals([]) is None
 
 

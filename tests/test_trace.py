@@ -151,7 +151,8 @@ def step(number: int, late_s: float = 0.0, begin_s: float | None = None) -> Step
         BucketSpan(0, at[2] + 0.02, zero_s + 0.09),
         BucketSpan(1, at[2] + 0.04, zero_s + 0.1),
     )
-    return StepTimeline(number, phases, buckets, True, zero_s - 0.01, 1)
+    before = (Phase("backward", zero_s - 0.05, zero_s - 0.01), Phase("optimizer", zero_s - 0.01, zero_s))
+    return StepTimeline(number, phases, buckets, True, zero_s - 0.01, 1, before)
 
 
 def record(rank: int, late_s: float = 0.0, **changes: Any) -> RankRecord:

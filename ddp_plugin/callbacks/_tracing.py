@@ -19,6 +19,7 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from ddp_plugin import _compat
 from ddp_plugin.callbacks._recording import StepRecording
 from ddp_plugin.callbacks._shell import logical_shards
+from ddp_plugin.supervision.failure import PeerFailedError, one_line
 from ddp_plugin.timeline.recorder import HostClock, clock_for
 from ddp_plugin.timeline.steps import StepTimeline
 from ddp_plugin.tracing.issuers import count
@@ -130,8 +131,7 @@ class TraceRecording(StepRecording):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Writes what there is."""
         if self._is_on and self._record is not None:
-            told = (str(exception).splitlines() or [""])[0][:200]
-            self._record.notes.append(f"Ended by {type(exception).__name__}: {told}")
+            self._record.notes.append(_ended(exception))
             self._finish(trainer, FAILED)
         self._leave(trainer)
 
@@ -270,6 +270,12 @@ def _num_steps(trainer: Any) -> int | None:
         return None
     left = steps - trainer.global_step
     return int(left) if 0 < left < float("inf") else None
+
+
+def _ended(exception: BaseException) -> str:
+    if isinstance(exception, PeerFailedError):  # whose last line says who failed, and why
+        return f"Ended because {str(exception).splitlines()[-1]}"
+    return f"Ended by {one_line(exception)}"
 
 
 def _resident_bytes() -> int | None:

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
@@ -19,7 +20,9 @@ HELP = "look at this machine, let two processes talk, and say what to change"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
-    parser.add_argument("--ranks", type=int, metavar="N", help="processes on this machine (default: one a GPU, or 2)")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="processes on this machine, at least 1 (default: one a GPU, or 2)"
+    )
     parser.add_argument("--no-self-test", action="store_true", help="do not start two processes")
     parser.add_argument("--save-link", type=Path, metavar="FILE", help="write what was measured, for `ddp-plugin plan`")
     parser.add_argument("--json", action="store_true", help="for machines")
@@ -45,8 +48,11 @@ def run(chosen: argparse.Namespace) -> int:
         print(json.dumps(report.to_json() | {"links": measured}, indent=2))
     else:
         print(report, end="")
-    if chosen.save_link is not None and links:
+    if chosen.save_link is not None and not links:
+        print("ddp-plugin doctor: no link is saved, because none could be measured", file=sys.stderr)
+    elif chosen.save_link is not None:
         backend = list(links)[-1]
         note = f"two processes on {platform.node()} by {backend}, {date.today().isoformat()}, ddp-plugin doctor"
         write_link(chosen.save_link, links[backend], note)
+        print(f"ddp-plugin doctor: the link: {chosen.save_link}", file=sys.stderr)
     return int(report.has_errors)

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,7 @@ def run(chosen: argparse.Namespace) -> int:
         from ddp_plugin.planning.picture import draw_plan
 
         draw_plan(chosen.picture, plan)
+        print(f"ddp-plugin plan: the picture: {chosen.picture}", file=sys.stderr)
     return 0
 
 

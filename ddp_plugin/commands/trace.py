@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddp_plugin.errors import explain
+from ddp_plugin.errors import check_count, explain
 from ddp_plugin.timeline.picture import draw_timeline
 from ddp_plugin.tracing.findings import conclusions, headline, remarks
 from ddp_plugin.tracing.joining import Joined, join, merged_trace
@@ -36,9 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--folder", type=Path, default=Path("trace"), metavar="DIR", help="for the page (default: trace)"
     )
     steps = parser.add_argument_group("which steps")
-    steps.add_argument("--wait", type=int, default=usual.num_wait, metavar="N", help="left alone (default 5)")
-    steps.add_argument("--warmup", type=int, default=usual.num_warmup, metavar="N", help="then thrown away (default 2)")
-    steps.add_argument("--active", type=int, default=usual.num_active, metavar="N", help="then recorded (default 10)")
+    steps.add_argument(
+        "--wait", type=int, default=usual.num_wait, metavar="N", help="left alone, 0 or more (default 5)"
+    )
+    steps.add_argument(
+        "--warmup", type=int, default=usual.num_warmup, metavar="N", help="then thrown away, 1 or more (default 2)"
+    )
+    steps.add_argument(
+        "--active", type=int, default=usual.num_active, metavar="N", help="then recorded, 1 or more (default 10)"
+    )
     parser.add_argument("--no-operators", action="store_true", help="without torch.profiler, which makes steps longer")
     parser.add_argument("--join", type=Path, metavar="DIR", help="make the page of a folder anew, and run nothing")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="such as `-- python train.py`")
@@ -63,6 +69,8 @@ def run(chosen: argparse.Namespace) -> int:
         raise ValueError(
             explain("a command after --, or --join DIR", got, "Write `ddp-plugin trace -- python train.py`")
         )
+    for name, least in (("wait", 0), ("warmup", 1), ("active", 1)):
+        check_count(f"--{name}", getattr(chosen, name), least)
     window = Window(chosen.wait, chosen.warmup, chosen.active)
     if chosen.join is not None:
         if not chosen.join.is_dir():

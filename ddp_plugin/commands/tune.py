@@ -9,10 +9,13 @@ from lightning.fabric.utilities import rank_zero_only
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 
-from ddp_plugin.errors import DDPPluginError, explain
+from ddp_plugin.errors import DDPPluginError, check_count, explain
 from ddp_plugin.tuning import tune
+from ddp_plugin.tuning.choice import MIN_ROUNDS
+from ddp_plugin.tuning.interrupting import INTERRUPTED_STATUS
 from ddp_plugin.tuning.layouts import LAYOUTS
 from ddp_plugin.tuning.sources import from_classes, from_lightning_config, from_recipe
+from ddp_plugin.tuning.tuner import MIN_WARMUP_STEPS
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -61,9 +64,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: auto)",
     )
     length = parser.add_argument_group("how long")
-    length.add_argument("--num-steps", type=int, default=20, metavar="N", help="steps of a measurement (default 20)")
-    length.add_argument("--num-warmup-steps", type=int, default=5, metavar="N", help="steps before (default 5)")
-    length.add_argument("--num-rounds", type=int, default=7, metavar="N", help="measurements of each (default 7)")
+    length.add_argument(
+        "--num-steps", type=int, default=20, metavar="N", help="steps of a measurement, 1 or more (default 20)"
+    )
+    length.add_argument(
+        "--num-warmup-steps",
+        type=int,
+        default=5,
+        metavar="N",
+        help=f"steps before, {MIN_WARMUP_STEPS} or more (default 5)",
+    )
+    length.add_argument(
+        "--num-rounds", type=int, default=7, metavar="N", help=f"measurements of each, {MIN_ROUNDS} or more (default 7)"
+    )
     written = parser.add_argument_group("what is written")
     written.add_argument("--output", type=Path, metavar="FILE", help="a YAML file; else it is printed")
     written.add_argument(
@@ -80,7 +93,8 @@ def run(chosen: argparse.Namespace) -> int:
     """Measures, prints the tables on rank 0, and writes or prints the settings.
 
     Returns:
-        0; 2 where the Trainer refuses its arguments, or ranks could not measure together, which is said in words.
+        0; 2 where the Trainer refuses its arguments, or ranks could not measure together, which is said in words; 130
+        where it was interrupted.
 
     Raises:
         ValueError: what a person can correct, in words.
@@ -89,6 +103,8 @@ def run(chosen: argparse.Namespace) -> int:
     Collectives:
         Those of :func:`ddp_plugin.tune`.
     """
+    for name, least in (("num_steps", 1), ("num_warmup_steps", MIN_WARMUP_STEPS), ("num_rounds", MIN_ROUNDS)):
+        check_count(f"--{name.replace('_', '-')}", getattr(chosen, name), least)
     arguments = _training(chosen)
     layout = chosen.format or _layout_of_source(chosen)
     try:
@@ -109,6 +125,10 @@ def run(chosen: argparse.Namespace) -> int:
     except (DDPPluginError, MisconfigurationException) as failure:
         print(f"ddp-plugin tune: {failure}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        if getattr(rank_zero_only, "rank", 0) == 0:
+            print("\nddp-plugin tune: interrupted; nothing was written", file=sys.stderr)
+        return INTERRUPTED_STATUS
     if getattr(rank_zero_only, "rank", 0) == 0:
         if chosen.output is None:
             print(tuning.to_yaml(layout=layout), end="")

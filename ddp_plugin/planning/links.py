@@ -69,7 +69,11 @@ def read_link(path: Path) -> Link:
         fields = json.loads(path.read_text())
         fields.pop("note", None)
         return Link(**fields)
-    except (TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (TypeError, AttributeError, ValueError) as error:
         raise ValueError(
-            explain("a file with alpha_s, beta_s_per_byte, gamma_s_per_byte and medium", f"{path}: {error}", "Measure")
+            explain(
+                "a link's file, with alpha_s, beta_s_per_byte, gamma_s_per_byte and medium",
+                f"{path}, which is none ({error})",
+                "Write one by ddp-plugin doctor --save-link FILE",
+            )
         ) from error

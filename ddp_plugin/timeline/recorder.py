@@ -7,7 +7,7 @@ waits for the device.
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ class StepRecorder:
         self._step, self._done = _Step(), list[_Step]()
         self._num_taken = 0
         self._last_mark: Any = None  # of the step before
-        self._common_s: float | None = None
+        self._timeline_before: StepTimeline | None = None
         self._identities: dict[int, tuple[int, int, int]] = {}
         self._layout = 0
 
@@ -213,8 +213,11 @@ class StepRecorder:
             BucketSpan(index, seconds(mark), reduced[index].pop(0)) for index, mark in step.ready if reduced.get(index)
         )
         is_steady = self._last_mark is not None and all(part is not None for part, _ in step.marks)
-        common_s = self._common_s if is_steady else None
-        self._common_s = max((bucket.reduced_s for bucket in buckets), default=None)
+        before, self._timeline_before = self._timeline_before, None
         if not phases:
             return None
-        return StepTimeline(self._num_taken, tuple(phases), buckets, is_steady, common_s, step.layout)
+        timeline = StepTimeline(self._num_taken, tuple(phases), buckets, is_steady, layout=step.layout)
+        if before is not None and is_steady:
+            timeline = replace(timeline, common_s=before.last_reduced_s, before=before.not_before_last_reduction)
+        self._timeline_before = timeline
+        return timeline

@@ -60,6 +60,7 @@ class StepTimeline:
         common_s: the last moment before a steady step that all ranks had in common: the end of the last reduction of
             the step before; ``None`` where there is none.
         layout: a number that changes when parameters move to other buckets.
+        before: the phases of the step before from the backward of that reduction on, where there is that moment.
     """
 
     step: int
@@ -68,6 +69,7 @@ class StepTimeline:
     is_steady: bool = True
     common_s: float | None = None
     layout: int = 0
+    before: tuple[Phase, ...] = ()
 
     @property
     def began_s(self) -> float:
@@ -112,6 +114,17 @@ class StepTimeline:
         """Returns the seconds of one part; of the backward, those that are not exposed communication."""
         seconds = sum(phase.end_s - phase.begin_s for phase in self.phases if phase.part == part)
         return seconds - self.exposed_s if part == "backward" else seconds
+
+    @property
+    def last_reduced_s(self) -> float | None:
+        """When the last reduction ended; ``None`` where nothing was reduced."""
+        return max((bucket.reduced_s for bucket in self.buckets), default=None)
+
+    @property
+    def not_before_last_reduction(self) -> tuple[Phase, ...]:
+        """The phases from the backward on whose reduction was the last."""
+        backward = self.backward_of(self.reductions[-1][0]) if self.buckets else None
+        return () if backward is None else self.phases[self.phases.index(backward) :]
 
     def backward_of(self, bucket: BucketSpan) -> Phase | None:
         """Returns the backward in which a bucket became ready."""

@@ -30,8 +30,9 @@ class Milestone:
     """Where a rank can be late.
 
     Attributes:
-        part: the part of the step that ends there, one of :data:`~ddp_plugin.timeline.steps.PARTS`; the first
-            ``"optimizer"`` is what came after the common moment in the step before.
+        part: the part of the step that ends there, one of :data:`~ddp_plugin.timeline.steps.PARTS`; those before the
+            first ``"data"`` came after the common moment in the step before: what its backward did once all was
+            reduced, and ``"optimizer"``.
         bucket: in a backward that reduces, the index of the gradient bucket that is ready there; else ``None``.
         reduction: the reduction of the step that it leads to, from 0 on; only manual optimization has more than one.
     """
@@ -72,8 +73,8 @@ def milestones_of(step: StepTimeline) -> tuple[tuple[Milestone, float], ...]:
     found: list[tuple[Milestone, float]] = []
     for number, reduction in enumerate(step.reductions):
         backward = step.backward_of(reduction[0])
-        if number == 0 and step.began_s > since_s:
-            found.append((Milestone("optimizer"), step.began_s - since_s))
+        if number == 0:
+            found += [(Milestone(phase.part), max(0.0, phase.end_s - since_s)) for phase in step.before]
         for phase in step.phases:
             if phase == backward:
                 break

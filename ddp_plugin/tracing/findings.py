@@ -12,6 +12,7 @@ __all__ = ["NOTHING_RECORDED", "Finding", "conclusions", "headline", "remarks"]
 
 _NOTABLE_RATIO = 0.1  # of a step: what is less is not worth a sentence
 _NOTABLE_WAIT_RATIO = 0.02  # of a step, in one kind of collective
+_EVERY_OTHER_STEP = 0.5  # calls of a step: what this package asks less often, it asks once an epoch
 _NEARLY_FULL_RATIO = 0.9
 
 NOTHING_RECORDED = (
@@ -75,7 +76,8 @@ def conclusions(joined: Joined) -> list[Finding]:
         )
         found.append((data_s, Finding(what, remedy)))
     for row in joined.collectives():
-        if row.issuer != DDP and row.waited_s > _NOTABLE_WAIT_RATIO * step_s:
+        is_rare = row.issuer == PLUGIN and row.num_blocking_per_step < _EVERY_OTHER_STEP
+        if row.issuer != DDP and not is_rare and row.waited_s > _NOTABLE_WAIT_RATIO * step_s:
             found.append((row.waited_s, _waiting(row, step_s)))
     found += [(0.0, finding) for finding in _memory(joined)]
     return [finding for _, finding in sorted(found, key=lambda pair: -pair[0])]

@@ -130,9 +130,9 @@ class RankRecord:
 
 
 def _step(value: Mapping[str, Any]) -> StepTimeline:
-    phases = tuple(Phase(**phase) for phase in value["phases"])
+    phases, before = (tuple(Phase(**phase) for phase in value[name]) for name in ("phases", "before"))
     buckets = tuple(BucketSpan(**bucket) for bucket in value["buckets"])
-    return StepTimeline(**{**value, "phases": phases, "buckets": buckets})
+    return StepTimeline(**{**value, "phases": phases, "buckets": buckets, "before": before})
 
 
 def record_path(folder: Path, rank: int) -> Path:

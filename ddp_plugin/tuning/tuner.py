@@ -9,6 +9,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -32,6 +33,7 @@ from ddp_plugin.gather import gather_objects
 from ddp_plugin.hooks import HOOKS, CommHook, Contents, resolve_hook
 from ddp_plugin.strategy import CustomDDPStrategy
 from ddp_plugin.tuning.choice import MIN_ROUNDS, Candidate, Row, Spread, Tuning, candidates, fastest, is_faster, slowest
+from ddp_plugin.tuning.interrupting import held_back, interruptible, let_through
 from ddp_plugin.tuning.layouts import check_layout
 from ddp_plugin.tuning.trials import (
     PREFETCHED_PER_WORKER,
@@ -42,9 +44,9 @@ from ddp_plugin.tuning.trials import (
     with_workers,
 )
 
-__all__ = ["tune"]
+__all__ = ["MIN_WARMUP_STEPS", "tune"]
 
-_MIN_WARMUP_STEPS = 3  # DDP rebuilds its buckets in the second step, with static_graph=True in the third
+MIN_WARMUP_STEPS = 3  # DDP rebuilds its buckets in the second step, with static_graph=True in the third
 _GRACE_S = 60.0  # what a rank that failed gives the others to finish or to fail as well
 _meetings = itertools.count()  # the same on all ranks
 
@@ -145,6 +147,7 @@ def tune(
             refused ``path`` on one; or where a candidate fails on one rank while others wait for it in a collective,
             which nothing can undo.
         Exception: whatever the training raises with the default settings.
+        KeyboardInterrupt: at the first Ctrl+C, once the other processes that this one started have ended.
 
     Collectives:
         Those of the trial runs, on all ranks; between them the ranks exchange times through the store, and meet in a
@@ -153,7 +156,7 @@ def tune(
     if isinstance(train_dataloaders, pl.LightningDataModule):
         train_dataloaders, datamodule = None, train_dataloaders
     base = _as_config(strategy)
-    _check_numbers(num_steps=(num_steps, 1), num_warmup_steps=(num_warmup_steps, _MIN_WARMUP_STEPS))
+    _check_numbers(num_steps=(num_steps, 1), num_warmup_steps=(num_warmup_steps, MIN_WARMUP_STEPS))
     _check_numbers(num_rounds=(num_rounds, MIN_ROUNDS))
     _check_training(model, train_dataloaders, datamodule, trainer_settings)
     _check_callbacks(callbacks)
@@ -173,7 +176,7 @@ def tune(
             explain(
                 "settings to compare with the default",
                 "none besides it",
-                "Give bucket_caps_mb, comm_hooks, static_graph, gradient_as_bucket_view or num_workers other values",
+                "Give other bucket sizes, hooks, static_graph, gradient_as_bucket_view or numbers of data workers",
             )
         )
     contest = _Contest(run, base, competing, (num_warmup_steps, num_steps, num_rounds))
@@ -380,14 +383,16 @@ def _check_path(file: Path, overwrite: bool, trainer: pl.Trainer) -> None:
 
 def _refusal(file: Path, overwrite: bool) -> str | None:
     if not file.parent.is_dir():
-        return explain("path in a folder that exists", f"{file}", "Make the folder, or correct the path")
+        return explain("a file in a folder that exists, for the settings", f"{file}", "Make the folder, or correct it")
     if file.is_dir() or (file.exists() and not overwrite):
-        return explain("path to be a new file", f"{file}, which exists", "Choose another, or overwrite=True")
+        return explain(
+            "a new file for the settings", f"{file}, which exists", "Choose another, or overwrite=True (--overwrite)"
+        )
     try:
         with tempfile.TemporaryFile(dir=file.parent):
             return None
     except OSError as error:
-        return explain("path in a folder that can be written", f"{file}: {error}", "Choose another folder")
+        return explain("a file in a folder that can be written, for the settings", f"{file}: {error}", "Choose another")
 
 
 # --------------------------------------------------------------------------------------------------- what is measured
@@ -439,7 +444,8 @@ class _Contest:
         failures: dict[int, str] = {}
         times_s: dict[int, list[float]] = {index: [] for index in range(len(self.candidates))}
         fresh_s: list[tuple[float, float]] = []
-        with untouched_process(device_type):
+        with interruptible(), untouched_process(device_type):
+            let_through()
             for index in times_s:
                 self._trial(index, 1, failures)
             for number in range(self.num_rounds):
@@ -553,10 +559,8 @@ def _launched(contest: _Contest, trainer: pl.Trainer) -> Tuning:
     )
     launcher, device_type = trainer.strategy.launcher, trainer.strategy.root_device.type
     port = os.environ.get("MASTER_PORT")
-    if launcher is None:
-        found = contest.measure(device_type)
-    else:
-        found = launcher.launch(contest.measure, device_type)
+    with interruptible(launcher), held_back() if contest.base.start_method == "popen" else nullcontext():
+        found = contest.measure(device_type) if launcher is None else launcher.launch(contest.measure, device_type)
     if contest.base.start_method != "popen":  # those processes have ended, and the next ones find a port of their own
         os.environ.pop("MASTER_PORT", None)
         if port is not None:
