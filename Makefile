@@ -29,7 +29,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# The site, into site/: open site/index.html. A warning ends the build. Signatures are laid out by ruff, which is looked for on the path.
+# The site, into site/: open site/index.html (its search needs a server: docs-serve). A warning ends the build. Signatures are laid out by ruff, which is looked for on the path.
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" mkdocs build --strict $(ARGS)
 

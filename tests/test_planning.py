@@ -16,7 +16,7 @@ from ddp_plugin.planning.checking import check, read_measured, render_checked
 from ddp_plugin.planning.cluster import Cluster
 from ddp_plugin.planning.links import LINKS, find_link, write_link
 from ddp_plugin.planning.memory import OPTIMIZERS, PRECISIONS, memory_bytes, state_bytes
-from ddp_plugin.planning.overlap import Bucket, Gradient, best_bucket_cap, fill_buckets, overlap
+from ddp_plugin.planning.overlap import Bucket, Gradient, best_bucket_cap, fill_buckets, latest_gradient, overlap
 from ddp_plugin.planning.predicting import hook_seconds, predict_algorithms, predict_hooks, scaling
 from ddp_plugin.planning.run_plan import make_plan, render_plan
 from ddp_plugin.planning.traced import Trace, assume_trace, repeated, trace_step
@@ -69,6 +69,39 @@ def test_what_is_unknown_is_refused(precision: str, optimizer: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ buckets
+
+
+class Tied(nn.Module):
+    """An embedding that is also the output layer: its gradient is complete at the very end."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_tokens, 64)
+        self.middle = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+
+    def loss(self) -> torch.Tensor:
+        hidden = self.middle(self.embedding(torch.arange(256) % len(self.embedding.weight)))
+        return (hidden @ self.embedding.weight.T).square().mean()
+
+
+def test_a_late_gradient_is_found_and_named() -> None:
+    """At one byte per nanosecond the embedding's megabyte takes a millisecond, as long as the backward."""
+    trace = Trace(0.0, 1e-3, (Gradient("a", 4, 16, 1e-4), Gradient("big", MIB // 4, MIB, 1e-3)), is_measured=True)
+    gradient, exposed_s = latest_gradient(trace.gradients, lambda bucket: 1e-9 * bucket.num_bytes, trace.backward_s)
+    assert (gradient.name, exposed_s) == ("big", pytest.approx(0.9e-3, rel=0.01))
+    busy = lambda bucket: 1e-6 * bucket.num_bytes  # noqa: E731  # a wire that is never idle
+    assert latest_gradient(gradients(*[4000] * 10), busy, 10.0)[1] == pytest.approx(0.0, abs=1.0)
+
+
+@pytest.mark.parametrize(("num_tokens", "is_late"), [(4096, True), (16, False)])
+def test_a_plan_says_that_large_tied_embeddings_are_late(num_tokens: int, is_late: bool) -> None:
+    model = Tied(num_tokens)
+    trace = trace_step(model, model.loss)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    link = Link(alpha_s=1e-9, beta_s_per_byte=trace.backward_s / (4 * MIB))  # a quarter of a backward for a mebibyte
+    plan = make_plan("tied", shapes, trace, Cluster(1, 2, link, link), memory_bytes(1000, "32-true", "sgd"))
+    assert (plan.late is not None) == is_late
+    assert ("embedding.weight, 1.049 MB, is ready when" in render_plan(plan)) == is_late
 
 
 @pytest.mark.parametrize("cap_mb", [None, 0.01, 1, 4.5, 25])

@@ -307,6 +307,7 @@ def _as_json(plan: RunPlan) -> dict[str, Any]:
         "forward_s": plan.trace.forward_s if plan.is_timed else None,
         "backward_s": plan.trace.backward_s if plan.is_timed else None,
         "bucket_cap_mb": plan.bucket_cap_mb,
+        "late_gradient": None if plan.late is None else {"name": plan.late[0].name, "exposed_s": plan.late[1]},
         "algorithms": [_prediction(one, plan.is_timed) for one in plan.algorithms],
         "hooks": [_prediction(one, plan.is_timed) for one in plan.hooks],
         "efficiency_ratios": dict(plan.efficiency_ratios) if plan.is_timed else None,

@@ -1,14 +1,24 @@
 """How much of the communication hides behind the backward, for buckets that become ready one after another."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddp_plugin.errors import explain
 
-__all__ = ["CANDIDATE_CAPS_MB", "Bucket", "Gradient", "Overlap", "best_bucket_cap", "fill_buckets", "overlap"]
+__all__ = [
+    "CANDIDATE_CAPS_MB",
+    "Bucket",
+    "Gradient",
+    "Overlap",
+    "best_bucket_cap",
+    "fill_buckets",
+    "latest_gradient",
+    "overlap",
+]
 
 CANDIDATE_CAPS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0, 200.0)
 _MEBIBYTE = 1 << 20
+_NUM_SUSPECTS = 20  # large ones, that may be late
 _FIRST_BUCKET_BYTES = _MEBIBYTE  # torch's own, as long as no cap is given
 
 
@@ -122,3 +132,27 @@ def best_bucket_cap(
     best = min(costs, key=lambda cap_mb: costs[cap_mb].exposed_s)
     is_better = costs[None].exposed_s - costs[best].exposed_s > 0.01 * backward_s
     return (best if is_better else None), costs
+
+
+def latest_gradient(
+    gradients: Sequence[Gradient],
+    cost_s: Callable[[Bucket], float],
+    backward_s: float,
+    bucket_cap_mb: float | None = None,
+) -> tuple[Gradient, float]:
+    """Finds the one gradient whose being late exposes most.
+
+    Every backward has a last gradient, which costs little where it is small, and nothing where the wire is busy anyway.
+    One that is large and late, as that of a first layer or of a weight used at both ends of a model, may cost much.
+
+    Returns:
+        The gradient, and by how many seconds less would be exposed if it were ready as early as the first of all.
+    """
+    exposed_s = overlap(fill_buckets(gradients, bucket_cap_mb), cost_s, backward_s).exposed_s
+    first_s = min(gradient.ready_s for gradient in gradients)
+    saved_s: dict[Gradient, float] = {}
+    for suspect in sorted(gradients, key=lambda gradient: -gradient.num_bytes)[:_NUM_SUSPECTS]:
+        moved = [replace(each, ready_s=first_s) if each is suspect else each for each in gradients]
+        saved_s[suspect] = exposed_s - overlap(fill_buckets(moved, bucket_cap_mb), cost_s, backward_s).exposed_s
+    worst = max(saved_s, key=saved_s.__getitem__)
+    return worst, saved_s[worst]

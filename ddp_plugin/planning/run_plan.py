@@ -8,12 +8,13 @@ from ddp_plugin.hooks import HOOKS
 from ddp_plugin.learning_rate import EffectiveBatch
 from ddp_plugin.planning.cluster import Cluster
 from ddp_plugin.planning.memory import state_bytes
-from ddp_plugin.planning.overlap import Overlap, best_bucket_cap
+from ddp_plugin.planning.overlap import Bucket, Gradient, Overlap, best_bucket_cap, latest_gradient
 from ddp_plugin.planning.predicting import HookSpec, Prediction, Shapes, predict_algorithms, predict_hooks, scaling
 from ddp_plugin.planning.traced import Trace
 
 __all__ = ["RunPlan", "make_plan", "render_plan"]
 
+_NOTABLE_RATIO = 0.1  # of a step
 _NUMS_NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
@@ -32,6 +33,8 @@ class RunPlan:
         trace: one process's forward and backward; of no length where nobody knows it, so that nothing is hidden.
         bucket_cap_mb: the best size of a bucket, in mebibytes; ``None`` is torch's default.
         bucket_costs: what each size costs without a hook.
+        late: where a backward was traced: the gradient that is so large and so late that it costs a notable part of a
+            step, and the seconds that it exposes; ``None`` where there is none.
         algorithms: a step with each exact all-reduce.
         hooks: a step with each communication hook.
         efficiency_ratios: the part of the ideal throughput that is left without a hook, by number of processes.
@@ -47,6 +50,7 @@ class RunPlan:
     trace: Trace
     bucket_cap_mb: float | None
     bucket_costs: Mapping[float | None, Overlap]
+    late: tuple[Gradient, float] | None
     algorithms: Sequence[Prediction]
     hooks: Sequence[Prediction]
     efficiency_ratios: Mapping[int, float]
@@ -101,10 +105,15 @@ def make_plan(
     Collectives:
         None.
     """
-    best, bucket_costs = best_bucket_cap(
-        trace.gradients, lambda bucket: cluster.exact_s(bucket.num_bytes), trace.backward_s
-    )
+
+    def cost_s(bucket: Bucket) -> float:
+        return cluster.exact_s(bucket.num_bytes)
+
+    best, bucket_costs = best_bucket_cap(trace.gradients, cost_s, trace.backward_s)
     cap_mb = best if bucket_cap_mb is None else bucket_cap_mb
+    late = latest_gradient(trace.gradients, cost_s, trace.backward_s, cap_mb) if trace.is_measured else None
+    if late is not None and late[1] < _NOTABLE_RATIO * (trace.forward_s + trace.backward_s):
+        late = None
     return RunPlan(
         model=model,
         num_parameters=sum(gradient.num_elements for gradient in trace.gradients),
@@ -116,6 +125,7 @@ def make_plan(
         trace=trace,
         bucket_cap_mb=cap_mb,
         bucket_costs=bucket_costs,
+        late=late,
         algorithms=predict_algorithms(trace, cluster, cap_mb),
         hooks=predict_hooks(
             trace, cluster, cap_mb, shapes, [name for name in HOOKS if name not in COSTS] if hooks is None else hooks
@@ -212,6 +222,14 @@ def _buckets(plan: RunPlan) -> list[str]:
         name = "torch's default" if cap_mb is None else f"bucket_cap_mb={cap_mb:g}"
         mark = "  <- in this plan" if cap_mb == plan.bucket_cap_mb else ""
         lines.append(f"  {name:<20}{_time(costs.exposed_s):>12} exposed{mark}")
+    if plan.late is not None:
+        gradient, exposed_s = plan.late
+        passed = gradient.ready_s / plan.trace.backward_s
+        lines += [
+            f"  {gradient.name}, {_size(gradient.num_bytes)}, is ready when {passed:.0%} of the backward have passed; "
+            f"{_time(exposed_s)} of a step come of that alone.",
+            "  A first layer is so late, and a weight that is used at both ends, as tied embeddings are: untie those.",
+        ]
     return lines
 
 
