@@ -80,8 +80,8 @@ class Tied(nn.Module):
         self.middle = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
 
     def loss(self) -> torch.Tensor:
-        hidden = self.middle(self.embedding(torch.arange(256) % len(self.embedding.weight)))
-        return (hidden @ self.embedding.weight.T).square().mean()
+        hidden = self.middle(self.embedding(torch.arange(2048) % len(self.embedding.weight)))
+        return hidden.square().mean() + (hidden[-4:] @ self.embedding.weight.T).square().mean()
 
 
 def test_a_late_gradient_is_found_and_named() -> None:
