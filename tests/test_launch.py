@@ -64,6 +64,16 @@ def test_several_nodes_have_to_be_told_where_they_meet(missing: str) -> None:
     assert re.search(rf"{missing}: say ", done.stderr)
 
 
+@pytest.mark.parametrize("script", ["one_node.sh", "several_nodes.sh"])
+def test_a_wrong_setting_is_said_once_and_started_never(script: str, tmp_path: Path) -> None:
+    command = [str(LAUNCH / script), *arguments(tmp_path), "trainer.max_step=4"]
+    variables = environment(PROCESSES="2", HEAD="localhost:29400", NODES="2")
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=100)
+    assert done.returncode != 0
+    assert len(done.stderr.splitlines()) == 1
+    assert "Did you mean 'max_steps'?" in done.stderr
+
+
 def on_two_hosts(folder: Path, command: list[str], variables: Mapping[str, str]) -> list[str]:
     """Runs a command on both of two hosts, the same on each; returns what they printed."""
     try:
