@@ -1,12 +1,17 @@
 """What every test finds: no process group, and the environment that the run began with."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
 
+# torch's store asks the name server for the name of ::ffff:127.0.0.1, and an answer that is lost costs 5 s by default.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of Lightning's use of it, for Lightning to change
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background, and its children, ignore it
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
