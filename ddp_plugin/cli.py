@@ -3,10 +3,12 @@
 import argparse
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 
 from ddp_plugin import __version__
 from ddp_plugin.commands import doctor, plan, ring, trace, tune
+from ddp_plugin.errors import is_explained
 
 __all__ = ["main"]
 
@@ -35,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = _COMMANDS[chosen.command].run(chosen)
     except (ValueError, ModuleNotFoundError, OSError) as mistake:
+        if isinstance(mistake, ValueError) and not is_explained(mistake):  # out of somebody's model, data or script
+            traceback.print_exc()
         print(f"ddp-plugin {chosen.command}: {mistake}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -6,7 +6,9 @@ to change. A person who reads only the last line of a traceback should know what
 
 import torch.distributed as dist
 
-__all__ = ["DDPPluginError", "EvaluationMismatchError", "check_count", "counted", "explain"]
+__all__ = ["DDPPluginError", "EvaluationMismatchError", "check_count", "counted", "explain", "is_explained"]
+
+_EXPECTED = "Expected "
 
 
 class DDPPluginError(RuntimeError):
@@ -35,13 +37,18 @@ def explain(expected: str, got: str, change: str) -> str:
     if dist.is_available() and dist.is_initialized():
         where = f", on rank {dist.get_rank()} of {dist.get_world_size()}"
     end = "" if change.endswith("?") else "."
-    return f"Expected {expected}. Got {got}{where}. {change.rstrip('.')}{end}"
+    return f"{_EXPECTED}{expected}. Got {got}{where}. {change.rstrip('.')}{end}"
 
 
 def counted(number: int, noun: str) -> str:
     """Returns a number with its noun: ``"1 batch"``, ``"3 batches"``, ``"2 samples"``."""
     plural = noun + ("es" if noun.endswith(("s", "ch", "sh", "x")) else "s")
     return f"{number} {noun if number == 1 else plural}"
+
+
+def is_explained(error: BaseException) -> bool:
+    """Whether an error's message is a sentence of :func:`explain`, so that nobody needs its traceback."""
+    return str(error).startswith(_EXPECTED)
 
 
 def check_count(name: str, value: object, least: int, most: int | None = None) -> None:

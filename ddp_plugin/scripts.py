@@ -67,11 +67,12 @@ def build_by_name(option: str, path: str, kind: type[T]) -> T:
     """
     make = _imported(option, path)
     try:
-        built = make()
+        inspect.signature(make).bind()
     except TypeError as error:
         raise ValueError(
             explain(f"{path} to be called without arguments", str(error), "Name a class or function that needs none")
         ) from error
+    built = make()
     if not isinstance(built, kind):
         raise ValueError(explain(f"a {kind.__name__} from {option}", type(built).__name__, "Name another one"))
     return built

@@ -114,6 +114,8 @@ def checkpoint_to_load(settings: DictConfig, facts: Mapping[str, Any], num_steps
         SettingsError: there is none, it is unreadable, it belongs to another run, or it has no step left to do.
     """
     wanted = settings.resume
+    if wanted != "auto" and _speaks() and int(os.environ.get("SLURM_RESTART_COUNT", "0")) == 0:
+        refuse_requeued(Path(settings.output_dir))
     if wanted is None or wanted == "auto":
         return None
     if not isinstance(wanted, str) or not wanted:
@@ -141,6 +143,22 @@ def checkpoint_to_load(settings: DictConfig, facts: Mapping[str, Any], num_steps
             )
         )
     return path
+
+
+def refuse_requeued(folder: Path) -> None:
+    """Refuses a folder with a checkpoint of a SLURM job that went back into the queue: Lightning would go on from it.
+
+    Raises:
+        SettingsError: naming the checkpoint.
+    """
+    if found := sorted(folder.glob("hpc_ckpt_*.ckpt")):
+        raise SettingsError(
+            explain(
+                "an output_dir in which no job waits to go on",
+                str(found[-1]),
+                "Write resume=auto to go on with it, or another output_dir for a new run",
+            )
+        )
 
 
 def refuse_other_run(checkpoint: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
@@ -255,7 +273,15 @@ def loader_options(settings: DictConfig) -> dict[str, Any]:
 
 
 def tuning_options(settings: DictConfig, plan: Plan) -> dict[str, Any]:
-    """Returns the arguments of :func:`ddp_plugin.tune` that both recipes share."""
+    """Returns the arguments of :func:`ddp_plugin.tune` that both recipes share.
+
+    Raises:
+        SettingsError: the model is to be compiled.
+    """
+    if settings.compile:
+        raise SettingsError(
+            explain("compile=false", "true, and each of many trial runs would compile the model", "Tune without it")
+        )
     options = trainer_options(settings, plan, [])
     names = ("accelerator", "devices", "num_nodes", "precision", "accumulate_grad_batches")
     return {name: options[name] for name in names} | {

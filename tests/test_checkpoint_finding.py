@@ -70,6 +70,9 @@ def test_the_one_that_was_written_last(tmp_path: Path, caplog: pytest.LogCapture
     assert newest_checkpoint(tmp_path / "version_1", [requeued_before]) == newest
     assert newest_checkpoint(tmp_path / "nothing here", [requeued_before]) == requeued_before
     assert caplog.messages == []
+    with caplog.at_level(logging.WARNING):
+        assert newest_checkpoint(tmp_path / "version_1", [tmp_path / "gone.ckpt"]) == newest
+    assert caplog.messages == [f"{tmp_path / 'gone.ckpt'} is skipped: No such file or directory."]
 
 
 def test_what_is_torn_changed_or_not_enough_is_passed_over_and_said(

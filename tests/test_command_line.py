@@ -36,6 +36,10 @@ def not_a_model() -> int:
     return 3
 
 
+def model_with_a_mistake() -> nn.Module:
+    raise ValueError("my own mistake")
+
+
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
 def test_ring_prints_the_walk(algorithm: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ring", "--ranks", "3", "--algorithm", algorithm]) == 0
@@ -61,7 +65,7 @@ def test_ring_draws_the_walk(ending: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["ring", "--ranks", "0"], "world_size"),
+        (["ring", "--ranks", "0"], "--ranks"),
         (["ring", "--ranks", "17", "--picture", "x.png"], "at most 16 ranks"),
         (["ring", "--picture", "x.docx"], "ends in one of"),
         (["plan", "--parameters", "-1"], "--parameters above 0"),
@@ -127,6 +131,15 @@ def test_plan_of_a_model_without_example(capsys: pytest.CaptureFixture[str]) -> 
     assert "Activations are not counted" in told
 
 
+def test_a_mistake_in_a_persons_own_code_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "tests.test_command_line:model_with_a_mistake"]) == 2
+    told = capsys.readouterr().err
+    assert "in model_with_a_mistake" in told
+    assert told.endswith("ddp-plugin plan: my own mistake\n")
+    assert main(["plan", "--model", "tests.test_command_line:not_a_model"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_plan_of_a_recipe_is_that_of_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["model.num_layers=1", "model.dim=32", "model.num_heads=2", "model.num_kv_heads=1", "model.hidden_dim=48"]
     own = ["trainer.devices=3", "trainer.batch_size=2", "trainer.accumulate=4", "strategy.comm_hook=powersgd"]
@@ -134,6 +147,7 @@ def test_plan_of_a_recipe_is_that_of_its_settings(capsys: pytest.CaptureFixture[
     plan = json.loads(capsys.readouterr().out)
     assert (plan["world_size"], plan["num_nodes"], plan["effective_batch"]) == (3, 1, 24)
     assert plan["bucket_cap_mb"] == 2.0
+    assert [hook["name"] for hook in plan["hooks"]].count("powersgd") == 1
     assert plan["hooks"][0]["name"] == "powersgd"
     assert plan["forward_s"] > 3 * plan["backward_s"] > 0, "four micro-batches, run here"
     assert plan["memory_bytes"]["activations"] > 0

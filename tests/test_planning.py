@@ -218,6 +218,24 @@ def test_only_the_slow_link_counts_between_nodes_and_hierarchical_spares_it() ->
     assert flat["hierarchical"] == pytest.approx(contents_bytes * LAN.beta_s_per_byte, rel=0.05)
 
 
+def test_what_goes_between_nodes_is_what_the_hook_between_them_sends() -> None:
+    """As a recipe's settings have it: without the number of ranks on a node, which the cluster tells."""
+    shapes, cluster = {"a": (1024, 1024)}, Cluster(2, 8, FAST, LAN)
+    trace = assume_trace({"a": 1 << 20}, 4, 0.0, 0.0)
+    specs = [{"name": "hierarchical"}, {"name": "hierarchical", "between": "int8", "ranks_per_node": None}]
+    exact, int8 = (one.overlap.communication_s for one in predict_hooks(trace, cluster, None, shapes, specs))
+    assert int8 / exact == pytest.approx(1 / 4, rel=0.05)
+
+
+def test_gradients_of_two_bytes_are_sent_as_such() -> None:
+    shapes, cluster = {"a": (1024, 1024)}, Cluster(1, 4, FAST, LAN)
+    trace = assume_trace({"a": 1 << 20}, 2, 0.0, 0.0)
+    (hook,) = predict_hooks(trace, cluster, None, shapes, ["allreduce"])
+    ring = next(one for one in predict_algorithms(trace, cluster, None) if one.name == "ring")
+    assert hook.sent_bytes == pytest.approx(ring.sent_bytes, rel=1e-3)
+    assert hook.sent_bytes == pytest.approx(2 * 3 / 4 * (2 << 20), rel=1e-3)
+
+
 def test_a_periodic_hook_counts_with_its_share_of_a_step() -> None:
     shapes = {"a": (1024, 1024)}
     trace = assume_trace({"a": 1 << 20}, 4, 1.0, 2.0)

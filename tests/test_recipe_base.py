@@ -27,7 +27,7 @@ from plan import (
     stored_dtype,
 )
 from progress import StepBar
-from run import describe_output, trainer_options
+from run import checkpoint_to_load, describe_output, trainer_options, tuning_options
 from settings import SettingsError, check_limits, load_settings
 from throughput import Throughput, measured_peak_flops_per_s, num_samples, peak_memory_bytes
 from torch import nn
@@ -256,6 +256,27 @@ def test_other_numbers_than_torchruns_are_refused(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(name, value)
     with pytest.raises(SettingsError, match=r"the 3 processes that torchrun has started.*trainer.devices=-1"):
         trainer_options(settings, _plan(), [])
+
+
+def test_a_job_that_waits_to_go_on_is_not_continued_unasked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Lightning goes on from such a file, whatever the settings say."""
+    settings = load_settings("llm", [f"output_dir={tmp_path}"])
+    assert checkpoint_to_load(settings, {}, 9, "trainer.max_steps") is None
+    (tmp_path / "hpc_ckpt_3.ckpt").touch()
+    with pytest.raises(SettingsError, match=r"hpc_ckpt_3\.ckpt.*resume=auto to go on with it, or another output_dir"):
+        checkpoint_to_load(settings, {}, 9, "trainer.max_steps")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # it is this job's own
+    assert checkpoint_to_load(settings, {}, 9, "trainer.max_steps") is None
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    settings.resume = "auto"
+    assert checkpoint_to_load(settings, {}, 9, "trainer.max_steps") is None
+
+
+@pytest.mark.parametrize("recipe", ["llm", "resnet"])
+def test_a_compiled_model_is_not_tuned_as_another_one(recipe: str) -> None:
+    settings = load_settings(recipe, ["compile=true"])
+    with pytest.raises(SettingsError, match="compile=false"):
+        tuning_options(settings, _plan())
 
 
 def test_the_plan_says_what_becomes_of_a_run_that_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

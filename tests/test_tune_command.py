@@ -121,6 +121,17 @@ def test_the_numbers_that_compete_by_themselves_fit_the_machine(monkeypatch: pyt
     assert tuner._worker_counts([3, 0, 3], 4) == [3, 0]
 
 
+@ranks(2, init=False)
+def test_ranks_on_unlike_machines_try_the_same_numbers_of_workers() -> None:
+    most = 2 if os.environ["RANK"] == "0" else 1
+    tuner.workers_per_rank = lambda machine, num_ranks: most  # type: ignore[assignment]
+    lengths = {"num_steps": 1, "num_warmup_steps": 3, "num_rounds": 3}
+    loader = DataLoader(TensorDataset(torch.ones(96, 4)))
+    tuning = tune(Model(), loader, bucket_caps_mb=[], num_workers="auto", devices=2, accelerator="cpu", **lengths)
+    assert tuning.loaders is not None
+    assert [row.candidate.name for row in tuning.loaders.rows] == ["default", "num_workers=0", "num_workers=1"]
+
+
 def test_a_loader_gets_workers_and_keeps_its_order() -> None:
     numbers = TensorDataset(torch.arange(12))
     loader = DataLoader(numbers, 2, shuffle=True, generator=torch.Generator().manual_seed(1))
@@ -293,6 +304,7 @@ def test_strategies_by_every_name(given: Any, expected: dict[str, Any]) -> None:
         ({"class_path": "lightning.pytorch.strategies.FSDPStrategy"}, "a strategy of DistributedDataParallel"),
         ({"class_path": "ddp_plugin.CustomDDPStrategy", "init_args": {"timeout": "soon"}}, "hours:minutes:seconds"),
         ({"class_path": "ddp_plugin.CustomDDPStrategy", "init_args": {"ddp_comm_hook": "x"}}, "ddp_comm_hook"),
+        ({"class_path": "DDPStrategy", "dict_kwargs": {"gradients_as_views": True}}, "gradients_as_views"),
     ],
 )
 def test_strategies_that_cannot_be_tuned(given: Any, message: str) -> None:

@@ -70,8 +70,10 @@ class AutoResume(pl.Callback):
         problem = ""
         if group is None or dist.get_rank(group) == 0:
             try:
-                path = newest_checkpoint(folder, [] if requeued is None else [requeued])
-                found = None if path is None else str(path)
+                if requeued is not None and "://" in requeued:  # nothing here compares with it
+                    found = requeued
+                elif (path := newest_checkpoint(folder, [] if requeued is None else [requeued])) is not None:
+                    found = str(path)
                 for each in folders_below(folder):
                     remove_leftovers(each)
             except (OSError, ValueError, DDPPluginError) as error:

@@ -32,7 +32,7 @@ from ddp_plugin.checkpoints.manifest import (
     archive_comment,
     read_seal,
 )
-from ddp_plugin.errors import explain
+from ddp_plugin.errors import DDPPluginError, explain
 
 if sys.platform != "win32":
     import fcntl
@@ -358,6 +358,8 @@ def check_records(file: IO[bytes]) -> None:
                             pass
                 except zipfile.BadZipFile:
                     damaged.append(record.filename)
+    except DDPPluginError:  # of another rank, which may reach this one anywhere
+        raise
     except (zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, ValueError) as error:
         raise Damage(_why_no_archive(file)) from error
     finally:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 from ddp_plugin.checkpoints.files import seal_of, verify
 from ddp_plugin.checkpoints.manifest import Damage
 from ddp_plugin.checkpoints.reading import DamagedCheckpointError, RefusedCheckpointError, load_file, mentions
-from ddp_plugin.errors import explain
+from ddp_plugin.errors import DDPPluginError, explain
 
 __all__ = ["folders_below", "newest_checkpoint"]
 
@@ -43,7 +43,7 @@ def newest_checkpoint(folder: str | os.PathLike[str], others: Sequence[str | os.
         folder: a folder on this machine, searched with all folders in it for ``*.ckpt``; SLURM's ``hpc_ckpt_*.ckpt``
             and ``last.ckpt`` are among them. A link, to a file or a folder, is followed if it leads out of the folder;
             not so one to a folder that this one is in.
-        others: files elsewhere that may be the newest as well.
+        others: files elsewhere, on this machine, that may be the newest as well.
 
     Returns:
         The path, below ``folder`` as it was given, or one of ``others``.
@@ -62,7 +62,8 @@ def newest_checkpoint(folder: str | os.PathLike[str], others: Sequence[str | os.
         raise ValueError(
             explain("a folder on this machine to look for checkpoints in", repr(name), "Pass such a folder")
         )
-    found = {one.path.resolve(): one for one in (*map(_look_at, map(Path, others)), *_candidates(Path(folder)))}
+    looked_at = (*_readable(map(Path, others)), *_candidates(Path(folder)))
+    found = {one.path.resolve(): one for one in looked_at}
     candidates = sorted(found.values(), key=lambda one: (one.saved_at_s, one.step, one.path), reverse=True)
     for candidate in candidates:
         if (problem := _problem(candidate)) is None:
@@ -126,6 +127,14 @@ def _candidates(folder: Path) -> Iterator[_Candidate]:
             _skip(path, error.strerror or str(error))
 
 
+def _readable(paths: Iterable[Path]) -> Iterator[_Candidate]:
+    for path in paths:
+        try:
+            yield _look_at(path)
+        except OSError as error:
+            _skip(path, error.strerror or str(error))
+
+
 def _skip(path: str | Path, problem: str | None) -> None:
     _log.warning("%s is skipped: %s.", path, problem)
 
@@ -143,6 +152,8 @@ def _look_at(path: Path) -> _Candidate:
         try:
             outline = torch.load(file, map_location="meta", weights_only=True)  # no tensor's bytes are read
             step = int(outline["global_step"])
+        except DDPPluginError:  # of another rank, which may reach this one anywhere
+            raise
         except Exception:  # whatever a damaged file makes torch raise: it is said when its turn comes
             step = 0
     return _Candidate(path, modified_s, step)

@@ -202,8 +202,8 @@ def _described(chosen: argparse.Namespace) -> _Run:
 
 
 def _recipe(chosen: argparse.Namespace) -> _Run:
-    own = ("gpus", "nodes", "precision", "optimizer", "gradient_as_bucket_view", "batch_size", "accumulate")
-    if given := [name for name in own if getattr(chosen, name) is not None]:
+    own_settings = ("gpus", "nodes", "precision", "optimizer", "gradient_as_bucket_view", "batch_size", "accumulate")
+    if given := [name for name in own_settings if getattr(chosen, name) is not None]:
         raise ValueError(
             explain(
                 "--recipe alone to say how it trains",
@@ -215,7 +215,8 @@ def _recipe(chosen: argparse.Namespace) -> _Run:
     recipe = describe_script(Path(script), arguments)
     hooks = chosen.hooks
     if hooks is None and recipe.comm_hook is not None:
-        hooks = [recipe.comm_hook, *(name for name in HOOKS if name not in COSTS)]
+        own = recipe.comm_hook if isinstance(recipe.comm_hook, str) else recipe.comm_hook["name"]
+        hooks = [recipe.comm_hook, *(name for name in HOOKS if name not in COSTS and name != own)]
     return _Run(
         recipe.ranks_per_node,
         recipe.num_nodes,

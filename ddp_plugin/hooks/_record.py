@@ -50,6 +50,7 @@ class CommHook:
         is_direct: whether a model's gradient takes one collective that DDP can wait for as it is; everything else runs
             in a lane, on a group of its own.
         outer: for a hook that exchanges parameters every few steps, and no gradients: how; else ``None``.
+        between: for a hook that leaves the way between nodes to another one: that one.
         start_step: number of first exchanges of each parameter that are exact; for ``outer``, of first optimizer steps
             whose gradients become their exact mean.
         needs_matrices: whether it looks at whole parameters; another hook may divide a bucket only between them then.
@@ -65,6 +66,7 @@ class CommHook:
     is_exact: bool = False
     is_direct: bool = False
     outer: OuterStep | None = None
+    between: "CommHook | None" = None
     start_step: int = 0
     needs_matrices: bool = False
     exchanges_nothing: bool = False

@@ -325,5 +325,6 @@ def hierarchical(between: HookSpec = "allreduce", ranks_per_node: int | None = N
         wire_bytes=partial(_wire_bytes, **levels),
         error_bound=partial(_error_bound, **levels),
         is_direct=False,
+        between=inner,
         options={"between": str(inner), "ranks_per_node": ranks_per_node},
     )

@@ -6,6 +6,7 @@ times of one process's forward and backward, the link) and what it may not know:
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -80,7 +81,7 @@ def _check_run(run: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> l
     link = Link(**run["link"])
     cluster = Cluster(2, 1, link, link)
     gradients = [
-        Gradient(name, elements := _product(shapes[name]), 4 * elements, ready_s)
+        Gradient(name, elements := math.prod(shapes[name]), 4 * elements, ready_s)
         for name, ready_s in sorted(run["trace"]["ready_s"].items(), key=lambda item: item[1])
     ]
     trace = Trace(run["trace"]["forward_s"], run["trace"]["backward_s"], tuple(gradients), is_measured=True)
@@ -92,13 +93,6 @@ def _check_run(run: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> l
         name = resolve_hook(spec).name
         found.append(Checked(run["rate_mbit"], name, cap_mb, step["is_exact"], step["step_s"], predicted_s))
     return found
-
-
-def _product(shape: Sequence[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
 
 
 def summary(checked: Sequence[Checked], made_with: Mapping[str, Any]) -> str:

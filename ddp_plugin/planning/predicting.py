@@ -21,6 +21,7 @@ Shapes = Mapping[str, Sequence[int]]
 HookSpec = str | Mapping[str, Any]
 """A communication hook by name, or by name and options."""
 
+_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # of gradients, by bytes of an element
 _NUM_RANKS_ASKED = 64  # the busiest rank serves, is a root or stands at a border: it is among the first
 
 
@@ -72,7 +73,6 @@ def predict_hooks(
     bucket_cap_mb: float | None,
     shapes: Shapes,
     hooks: Iterable[HookSpec] = tuple(HOOKS),
-    dtype: torch.dtype = torch.float32,
 ) -> list[Prediction]:
     """Predicts a step with each communication hook, from what it says that it sends.
 
@@ -85,7 +85,6 @@ def predict_hooks(
         bucket_cap_mb: see :func:`~ddp_plugin.planning.overlap.fill_buckets`.
         shapes: of each parameter by name.
         hooks: names in :data:`~ddp_plugin.hooks.HOOKS`, or mappings with a name and options.
-        dtype: of the gradients.
 
     Collectives:
         None.
@@ -102,9 +101,9 @@ def predict_hooks(
             ]
 
         def cost_s(bucket: Bucket, hook: CommHook = hook, periods: int = periods) -> float:
-            return hook_seconds(hook, cluster, _contents(bucket, shapes, dtype)) / periods
+            return hook_seconds(hook, cluster, _contents(bucket, shapes)) / periods
 
-        sent = _busiest(cluster, [_contents(bucket, shapes, dtype) for bucket in parts], hook.wire_bytes) / periods
+        sent = _busiest(cluster, [_contents(bucket, shapes) for bucket in parts], hook.wire_bytes) / periods
         predictions.append(_prediction(hook.name, trace, parts, sent, cost_s))
     return predictions
 
@@ -125,13 +124,13 @@ def hook_seconds(hook: CommHook, cluster: Cluster, contents: Contents) -> float:
     if hook.name in COSTS:
         return cluster.all_reduce_s(hook.name, contents.num_elements * contents.element_size_bytes)
     sent, latency = _busiest(cluster, [contents], hook.wire_bytes), COSTS["ring"]
-    if hook.name != "hierarchical" or cluster.num_nodes == 1:
+    inner = hook.between
+    if inner is None or cluster.num_nodes == 1:
         num_messages = latency(cluster.world_size).num_messages
         return max(num_messages * link.alpha_s + sent * link.beta_s_per_byte for link in cluster.links)
-    exact = resolve_hook("allreduce")
 
     def crossing(one: Contents, world_size: int, rank: int) -> int:
-        return bytes_between_nodes(one, world_size, rank, exact, cluster.ranks_per_node)
+        return bytes_between_nodes(one, world_size, rank, inner, cluster.ranks_per_node)
 
     # The ranks of a node share its way out; each sends what it has of the gradient to its peers on other nodes.
     outside = _busiest(cluster, [contents], crossing)
@@ -164,14 +163,12 @@ def scaling(trace: Trace, cluster: Cluster, bucket_cap_mb: float | None, nums_no
 
 
 def _made(spec: HookSpec, cluster: Cluster) -> CommHook:
-    if not isinstance(spec, str):
-        return resolve_hook(dict(spec))
-    name = spec
-    if name == "noop":
-        return resolve_hook({"name": name, "for_measuring": True})
-    if name == "hierarchical":
-        return resolve_hook({"name": name, "ranks_per_node": cluster.ranks_per_node})
-    return resolve_hook(name)
+    given: dict[str, Any] = {"name": spec} if isinstance(spec, str) else dict(spec)
+    if given.get("name") == "noop":
+        given.setdefault("for_measuring", True)
+    if given.get("name") == "hierarchical" and given.get("ranks_per_node") is None:
+        given["ranks_per_node"] = cluster.ranks_per_node
+    return resolve_hook(given)
 
 
 def _prediction(
@@ -186,6 +183,8 @@ def _busiest(cluster: Cluster, parts: Sequence[Contents], sent_bytes: Callable[[
     return max(sum(sent_bytes(part, cluster.world_size, rank) for part in parts) for rank in ranks)
 
 
-def _contents(bucket: Bucket, shapes: Shapes, dtype: torch.dtype) -> Contents:
+def _contents(bucket: Bucket, shapes: Shapes) -> Contents:
     names = tuple(gradient.name for gradient in bucket.gradients)
+    first = bucket.gradients[0]
+    dtype = _DTYPES[first.num_bytes // first.num_elements]
     return Contents(names, tuple(tuple(shapes[name]) for name in names), dtype)

@@ -3,7 +3,6 @@
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch.strategies import DDPStrategy
@@ -21,26 +20,6 @@ class OwnGroup(DDPStrategy):
     _nccl: NcclOptions | None = None
     _timeout: timedelta | None
     _store: Any = None  # through which the processes find each other; torch makes one where there is none
-
-    @property
-    def launcher(self) -> Any:
-        """What starts the other processes; ``None`` where they exist already.
-
-        Raises:
-            RuntimeError: it would fork a process that has used its GPU, whose copies could not use theirs.
-        """
-        on_gpus = any(device.type == "cuda" for device in self.parallel_devices or ())
-        is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        if self._start_method == "fork" and on_gpus and is_used:
-            raise RuntimeError(
-                explain(
-                    "a process that has not touched CUDA, because forked processes cannot use a GPU that it has used",
-                    "one in which CUDA is initialised",
-                    "Restart the notebook's kernel, and keep .cuda(), .to('cuda') and torch.cuda's functions out of it "
-                    "before the Trainer has run, or leave the fork out: start_method='popen' in a script",
-                )
-            )
-        return super().launcher
 
     @property
     def control_group(self) -> dist.ProcessGroup:

@@ -91,10 +91,21 @@ class Preflight(OwnGroup):
         Raises:
             ValueError: they cannot go together; or the processes would meet at a name that nobody knows, or Lightning
                 is about to start some that would meet at a port which is taken.
+            RuntimeError: this process has used its GPU and is about to be forked: its copies could not use theirs.
 
         Collectives:
             None.
         """
+        is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if self._start_method == "fork" and self.root_device.type == "cuda" and is_used:
+            raise RuntimeError(
+                explain(
+                    "a process that has not touched CUDA, because forked processes cannot use a GPU that it has used",
+                    "one in which CUDA is initialised",
+                    "Restart the notebook's kernel, and keep .cuda(), .to('cuda') and torch.cuda's functions out of it "
+                    "before the Trainer has run, or leave the fork out: start_method='popen' in a script",
+                )
+            )
         origin = self.cluster_environment
         assert origin is not None
         request = environment.Request(

@@ -1,5 +1,6 @@
 """The latest collectives of a rank, as torch's flight recorder tells them, and what those of all ranks say together."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -62,7 +63,7 @@ def operations(records: Sequence[Mapping[str, Any]], num_latest: int = 40) -> li
             group=str((entry.get("process_group") or ["?"])[0]),
             number=int(entry.get("collective_seq_id", 0)),
             name=str(entry.get("profiling_name", "?")).rpartition(":")[2],
-            num_elements=(num_elements := sum(_product(size) for size in entry.get("input_sizes", ()))),
+            num_elements=(num_elements := sum(math.prod(size) for size in entry.get("input_sizes", ()))),
             num_bytes=num_elements * _ITEM_BYTES.get(next(iter(entry.get("input_dtypes", ())), ""), 0),
             is_done=bool(entry.get("retired")) or entry.get("state") == "completed",
             begun_ns=int(entry.get("time_created_ns", 0)),
@@ -148,10 +149,3 @@ def parting(by_rank: Mapping[int, Sequence[Operation]]) -> Parting | None:
 
 def _kind(operation: Operation) -> tuple[str, int]:
     return operation.name, operation.num_elements if operation.name in _SAME_SIZES else 0
-
-
-def _product(size: Sequence[int]) -> int:
-    number = 1
-    for extent in size:
-        number *= int(extent)
-    return number

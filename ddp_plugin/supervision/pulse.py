@@ -100,6 +100,7 @@ class Pulse:
                 due = max(time.monotonic(), min([next_beat, *(w.due for w in self._watchers)]))
                 self._waits_until = due
                 if self._is_over.wait(due - time.monotonic()):
+                    self._waits_until = None
                     return
                 now = time.monotonic()
                 self._late_s, self._waits_until = now - due, None

@@ -160,7 +160,10 @@ def strategy_settings(given: Any) -> dict[str, Any]:
     """
     if given is None or given == "auto":
         return {}
-    name, arguments = (given, None) if isinstance(given, str) else (given.get("class_path", ""), given.get("init_args"))
+    name, arguments, loose = given, None, {}
+    if not isinstance(given, str):
+        name, arguments, loose = (given.get(key) for key in ("class_path", "init_args", "dict_kwargs"))
+        name, loose = name or "", loose or {}
     if isinstance(given, str) and given in StrategyRegistry:
         entry = StrategyRegistry[given]
         name, arguments = entry["strategy"].__name__, entry["init_params"]
@@ -168,7 +171,7 @@ def strategy_settings(given: Any) -> dict[str, Any]:
         raise ValueError(
             explain("a strategy of DistributedDataParallel", repr(given), "Tune with ddp_plugin.CustomDDPStrategy")
         )
-    settings = {str(key): value for key, value in (arguments or {}).items() if value is not None}
+    settings = {str(key): value for key, value in {**(arguments or {}), **loose}.items() if value is not None}
     if "timeout" in settings:
         settings["timeout_s"] = _seconds(settings.pop("timeout"))
     if others := sorted(set(settings) - set(StrategyConfig.__dataclass_fields__)):

@@ -8,7 +8,7 @@ import numbers
 import os
 import platform
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -190,18 +190,20 @@ def tune(
     elif len(competing) == 1:
         tuning = Tuning(base, competing[0], "Only data workers were to be compared.", made_with=_made_with())
     else:
-        tuning = _launched(contest, trainer)
+        tuning = _contested(contest, trainer)
     tuning = replace(tuning, data_class=_class_that_takes_workers(datamodule))
     rank_zero_info(f"ddp_plugin.tune: {tuning.reason}")
     if num_workers:
-        counts = _worker_counts(num_workers, trainer.num_devices)
+        if trainer.world_size > 1 and len(competing) == 1 and contest.base.start_method == "popen":
+            _launched(contest, contest.rehearse, trainer)  # starts what has to be started, so that the ranks can agree
+        counts = _common(_worker_counts(num_workers, trainer.num_devices))
         lengths = _lengths_for_workers(counts, num_warmup_steps, num_steps, trainer.accumulate_grad_batches)
         rows = [Candidate({}, "default"), *(Candidate({}, f"num_workers={n}", num_workers=n) for n in counts)]
         run = TrialRun(*training, counts_epoch_starts=True)
         contest = _Contest(run, tuning.config, rows, (*lengths, num_rounds), keep_workers)
         with kept_settings():
             trainer = run.make_trainer(CustomDDPStrategy.from_config(tuning.config))
-        loaders = _launched(contest, trainer)
+        loaders = _contested(contest, trainer)
         tuning = replace(tuning, loaders=replace(loaders, reason=f"Data workers. {loaders.reason}"))
         rank_zero_info(f"ddp_plugin.tune: Data workers. {loaders.reason}")
     if path is not None:
@@ -293,6 +295,20 @@ def _worker_counts(num_workers: Sequence[int] | str, num_local_ranks: int) -> li
         return list(dict.fromkeys(num_workers))
     most = max(1, workers_per_rank(look_at_machine(), num_local_ranks))
     return sorted({0, most, *(2**power for power in range(most.bit_length()))})
+
+
+def _common(counts: list[int]) -> list[int]:
+    """Returns the numbers that all ranks would try: their machines may differ, or what else runs on them.
+
+    Collectives:
+        Where a process group exists, what :class:`_Meeting` needs.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return counts
+    meeting = _Meeting(counts)
+    everyones: list[list[int]] = meeting.outcomes()
+    meeting.leave()
+    return [count for count in everyones[0] if all(count in of_rank for of_rank in everyones)]
 
 
 def _lengths_for_workers(
@@ -431,6 +447,16 @@ class _Contest:
             strategy.add_dataloader_transform(with_workers(candidate.num_workers, self.keep_workers))
         return strategy
 
+    def rehearse(self, device_type: str) -> None:
+        """Runs the default for a step.
+
+        Collectives:
+            Those of the run, on all ranks.
+        """
+        with interruptible(), untouched_process(device_type):
+            let_through()
+            self._trial(0, 1, {})
+
     def measure(self, device_type: str) -> dict[str, Any]:
         """Runs the rehearsal, the rounds and the fresh rounds.
 
@@ -550,22 +576,34 @@ def _ratios(times_s: Sequence[float], default_s: Sequence[float]) -> list[float]
     return [ours / theirs for ours, theirs in zip(times_s, default_s, strict=True)]
 
 
-def _launched(contest: _Contest, trainer: pl.Trainer) -> Tuning:
-    """Lets the Trainer's launcher start the processes, if they have to be started, and measures in them."""
+def _contested(contest: _Contest, trainer: pl.Trainer) -> Tuning:
+    """Measures on all ranks, and judges."""
     num_runs = len(contest.candidates) * contest.num_rounds
     rank_zero_info(
         f"ddp_plugin.tune: {counted(len(contest.candidates), 'candidate')} in {counted(contest.num_rounds, 'round')} "
         f"on {counted(trainer.world_size, 'process')}: {counted(num_runs, 'trial run')}, and a few more."
     )
-    launcher, device_type = trainer.strategy.launcher, trainer.strategy.root_device.type
     port = os.environ.get("MASTER_PORT")
-    with interruptible(launcher), held_back() if contest.base.start_method == "popen" else nullcontext():
-        found = contest.measure(device_type) if launcher is None else launcher.launch(contest.measure, device_type)
+    found = _launched(contest, contest.measure, trainer)
     if contest.base.start_method != "popen":  # those processes have ended, and the next ones find a port of their own
         os.environ.pop("MASTER_PORT", None)
         if port is not None:
             os.environ["MASTER_PORT"] = port
     return _judged(contest, found, trainer.world_size)
+
+
+def _launched(contest: _Contest, function: Callable[[str], Any], trainer: pl.Trainer) -> Any:
+    """Lets the Trainer's launcher start the processes, if they have to be started, and runs the contest in them.
+
+    Args:
+        contest: what it is about.
+        function: its method to call, with the type of the ranks' devices.
+        trainer: of which nothing but the launcher and the device is used.
+    """
+    launcher, device_type = trainer.strategy.launcher, trainer.strategy.root_device.type
+    starts_scripts = contest.base.start_method == "popen"
+    with interruptible(launcher), held_back() if starts_scripts else nullcontext():
+        return function(device_type) if launcher is None else launcher.launch(function, device_type)
 
 
 def _judged(contest: _Contest, found: Mapping[str, Any], world_size: int) -> Tuning:

@@ -66,7 +66,9 @@ def given_cap_mb(model: nn.Module | None) -> float | None:
     Collectives:
         None.
     """
-    if not isinstance(model, DistributedDataParallel) or model.bucket_bytes_cap_default or model.bucket_bytes_cap_list:
+    if not isinstance(model, DistributedDataParallel):
+        return None
+    if model.bucket_bytes_cap_default or getattr(model, "bucket_bytes_cap_list", False):  # lists are of torch 2.13
         return None
     return float(model.bucket_bytes_cap / _MEBIBYTE)
 

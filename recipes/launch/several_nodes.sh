@@ -25,4 +25,4 @@ settings=(trainer.devices=-1 trainer.num_nodes=-1 resume=auto)
 python "$@" "${settings[@]}" dry_run=true > /dev/null  # what is wrong with them is said once, not at each restart
 exec torchrun --nnodes="$NODES" --nproc-per-node="${PROCESSES:-gpu}" --max-restarts="${RESTARTS:-3}" \
   --rdzv-backend=c10d --rdzv-endpoint="$HEAD" --rdzv-id="${RUN:-ddp_plugin}" \
-  "${named[@]}" "$@" "${settings[@]}"
+  ${named[@]+"${named[@]}"} "$@" "${settings[@]}"
