@@ -17,19 +17,18 @@ __all__ = ["ask_script", "build_by_name", "class_by_name", "make_importable"]
 T = TypeVar("T")
 
 
-def ask_script(path: Path, function: str, arguments: Sequence[str]) -> Any:
+def ask_script(path: Path, function: str, arguments: Sequence[str], kind: type[T]) -> T:
     """Imports a script by its own name and calls one of its functions.
 
     Args:
         path: of the script; modules beside it can be imported by it, as when it is run.
         function: name of the function, which takes a list of arguments.
         arguments: the script's command line, without the program's name.
-
-    Returns:
-        What the function returns.
+        kind: what has to come out.
 
     Raises:
-        ValueError: there is no such script or no such function, or it refuses the arguments.
+        ValueError: there is no such script or no such function, it refuses the arguments, or it gives something else;
+            or another module has the script's name.
 
     Collectives:
         None.
@@ -37,16 +36,25 @@ def ask_script(path: Path, function: str, arguments: Sequence[str]) -> Any:
     if not path.is_file():
         raise ValueError(explain("--recipe to be a training script, such as recipes/llm.py", str(path), "Correct it"))
     make_importable(path.resolve().parent)
-    ask = getattr(importlib.import_module(path.stem), function, None)
+    module = importlib.import_module(path.stem)
+    if (other := getattr(module, "__file__", None)) is None or Path(other).resolve() != path.resolve():
+        raise ValueError(
+            explain(f"{path} to have a name of its own", f"another module {path.stem} ({other})", "Rename the script")
+        )
+    ask = getattr(module, function, None)
     if not callable(ask):
         raise ValueError(
             explain(f"a function {function}(arguments) in the script", f"none in {path}", "Write one, or give --model")
         )
-    return ask(list(arguments))
+    answer = ask(list(arguments))
+    if not isinstance(answer, kind):
+        got = type(answer).__name__
+        raise ValueError(explain(f"a {kind.__name__} from {function}(arguments) in {path}", got, "Correct it"))
+    return answer
 
 
 def make_importable(folder: Path) -> None:
-    """Puts a folder first among those from which modules are imported, also in processes that are started later."""
+    """Puts a folder before those from which modules are imported, unless it is among them; for later processes too."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

@@ -88,9 +88,9 @@ def run(chosen: argparse.Namespace) -> int:
     Raises:
         ValueError: what cannot be planned, in words.
     """
-    measured = read_measured()
-    checked = check(measured)
     if chosen.check:
+        measured = read_measured()
+        checked = check(measured)
         print(_checked_as_json(checked, measured) if chosen.json else render_checked(checked, measured["made_with"]))
         return 0
     plan = plan_for(chosen)
@@ -101,7 +101,8 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.json:
         print(json.dumps(_as_json(plan), indent=2))
     else:
-        print(f"{render_plan(plan)}\n{summary(checked, measured['made_with'])}")
+        measured = read_measured()
+        print(f"{render_plan(plan)}\n{summary(check(measured), measured['made_with'])}")
     if chosen.picture is not None:
         from ddp_plugin.planning.picture import draw_plan
 

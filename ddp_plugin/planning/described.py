@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_plugin.errors import explain
 from ddp_plugin.learning_rate import EffectiveBatch
 from ddp_plugin.planning.memory import PRECISIONS
 from ddp_plugin.planning.traced import Trace, trace_step
@@ -91,7 +90,4 @@ def describe_script(path: Path, arguments: Sequence[str]) -> DescribedRun:
     Collectives:
         None.
     """
-    described = ask_script(path, "describe_run", arguments)
-    if not isinstance(described, DescribedRun):
-        raise ValueError(explain("describe_run to return a DescribedRun", type(described).__name__, "Correct it"))
-    return described
+    return ask_script(path, "describe_run", arguments, DescribedRun)

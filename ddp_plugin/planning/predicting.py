@@ -8,18 +8,15 @@ from typing import Any
 import torch
 
 from ddp_plugin.collectives.cost import COSTS
-from ddp_plugin.hooks import HOOKS, CommHook, Contents, bytes_between_nodes, resolve_hook
+from ddp_plugin.hooks import HOOKS, CommHook, Contents, HookSpec, bytes_between_nodes, resolve_hook
 from ddp_plugin.planning.cluster import Cluster
 from ddp_plugin.planning.overlap import Bucket, Overlap, fill_buckets, overlap
 from ddp_plugin.planning.traced import Trace
 
-__all__ = ["HookSpec", "Prediction", "Shapes", "hook_seconds", "predict_algorithms", "predict_hooks", "scaling"]
+__all__ = ["Prediction", "Shapes", "hook_seconds", "predict_algorithms", "predict_hooks", "scaling"]
 
 Shapes = Mapping[str, Sequence[int]]
 """The shape of each parameter by name: how much some hooks send depends on them."""
-
-HookSpec = str | Mapping[str, Any]
-"""A communication hook by name, or by name and options."""
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # of gradients, by bytes of an element
 _NUM_RANKS_ASKED = 64  # the busiest rank serves, is a root or stands at a border: it is among the first
@@ -163,6 +160,8 @@ def scaling(trace: Trace, cluster: Cluster, bucket_cap_mb: float | None, nums_no
 
 
 def _made(spec: HookSpec, cluster: Cluster) -> CommHook:
+    if isinstance(spec, CommHook):
+        return spec
     given: dict[str, Any] = {"name": spec} if isinstance(spec, str) else dict(spec)
     if given.get("name") == "noop":
         given.setdefault("for_measuring", True)

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddp_plugin.collectives.cost import COSTS, Link
-from ddp_plugin.hooks import HOOKS
+from ddp_plugin.hooks import HOOKS, HookSpec
 from ddp_plugin.learning_rate import EffectiveBatch
 from ddp_plugin.planning.cluster import Cluster
 from ddp_plugin.planning.memory import state_bytes
 from ddp_plugin.planning.overlap import Bucket, Gradient, Overlap, best_bucket_cap, latest_gradient
-from ddp_plugin.planning.predicting import HookSpec, Prediction, Shapes, predict_algorithms, predict_hooks, scaling
+from ddp_plugin.planning.predicting import Prediction, Shapes, predict_algorithms, predict_hooks, scaling
 from ddp_plugin.planning.traced import Trace
 
 __all__ = ["RunPlan", "make_plan", "render_plan"]

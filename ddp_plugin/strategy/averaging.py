@@ -212,7 +212,7 @@ class AveragedReplicas(FollowingWrap):
         averager = self._averager
         if averager is None or not self._are_parameters_parted:
             return
-        if self._is_interrupted:
+        if self.is_interrupted:
             rank_zero_warn(f"The ranks' parameters are not averaged for {why}, because the run was interrupted.")
             return
         self._meet(f"the mean of all parameters for {why}, after {averager.num_steps} optimizer steps")
@@ -222,12 +222,6 @@ class AveragedReplicas(FollowingWrap):
     def _meet(self, what: str) -> None:
         if self.world_size > 1:
             matching.match(what, self.control_group, _SAME_STEPS)
-
-    @property
-    def _is_interrupted(self) -> bool:
-        """Whether this rank has left the training by an exception, of which the others may know nothing."""
-        module = self.lightning_module
-        return module is not None and module.trainer.interrupted
 
     def on_validation_start(self) -> None:
         """Makes the ranks one model before they validate; see :meth:`~ddp_plugin.hooks.Averager.average`."""
@@ -265,7 +259,7 @@ class AveragedReplicas(FollowingWrap):
     def _average_optimizer(self, optimizer: Optimizer) -> None:
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         averager = self._averager
-        if averager is not None and id(optimizer) in self._parted_optimizers and not self._is_interrupted:
+        if averager is not None and id(optimizer) in self._parted_optimizers and not self.is_interrupted:
             average_optimizer(optimizer, averager.group, self.control_group)
             self._parted_optimizers.discard(id(optimizer))
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.pytorch.strategies import DDPStrategy
 
 from ddp_plugin import _compat, process_group
 from ddp_plugin.checkpoints.files import why_not_written, write
 from ddp_plugin.checkpoints.reading import read
 from ddp_plugin.errors import DDPPluginError, explain
 from ddp_plugin.gather import gather_objects
+from ddp_plugin.strategy.group import OwnGroup
 
 __all__ = ["AgreedFiles", "SealedCheckpointIO"]
 
@@ -80,16 +80,7 @@ def _in_words(failure: BaseException) -> str:
     return explain("to write a checkpoint in the background", got, "Correct the cause; a checkpoint is missing")
 
 
-def _is_interrupted(strategy: DDPStrategy) -> bool:
-    """Whether this rank has left the run by an exception, of which the others may know nothing."""
-    module = strategy.lightning_module
-    try:
-        return module is not None and module.trainer.interrupted
-    except RuntimeError:  # a run that was refused before the module had its Trainer
-        return False
-
-
-class AgreedFiles(DDPStrategy):
+class AgreedFiles(OwnGroup):
     """Checkpoint files are written and read by rank 0, and all ranks learn how that went.
 
     It comes last of all that overrides these methods, so that ranks meet nothing else between a failure and the word
@@ -134,7 +125,7 @@ class AgreedFiles(DDPStrategy):
             except Exception as error:
                 failure = error
                 _compat.finish_saves(self.checkpoint_io)  # what is raised here is not to come again
-        group = None if _is_interrupted(self) else self._all_ranks()
+        group = None if self.is_interrupted else self._all_ranks()
         if group is None and failure is not None and not isinstance(failure, OSError):
             raise failure
         text = str(failure) if isinstance(failure, _NotWrittenError) else None
@@ -159,7 +150,7 @@ class AgreedFiles(DDPStrategy):
             return
         failure = _compat.finish_saves(self.checkpoint_io)
         text = None if failure is None else _in_words(failure)
-        for told in gather_objects(text, None if _is_interrupted(self) else self._all_ranks()):
+        for told in gather_objects(text, None if self.is_interrupted else self._all_ranks()):
             if told is not None:
                 raise DDPPluginError(told) from failure
 
@@ -175,7 +166,7 @@ class AgreedFiles(DDPStrategy):
 
     def teardown(self) -> None:
         """Ends the run. After an exception, files that could not be written in the background are a line in the log."""
-        if _is_interrupted(self) and (failure := _compat.finish_saves(self.checkpoint_io)) is not None:
+        if self.is_interrupted and (failure := _compat.finish_saves(self.checkpoint_io)) is not None:
             _log.error("%s", _in_words(failure))  # raised, it would take the place of what ended the run
         self._is_training = False
         super().teardown()

@@ -22,6 +22,15 @@ class OwnGroup(DDPStrategy):
     _store: Any = None  # through which the processes find each other; torch makes one where there is none
 
     @property
+    def is_interrupted(self) -> bool:
+        """Whether this rank has left the run by an exception, of which the others may know nothing."""
+        module = self.lightning_module
+        try:
+            return module is not None and module.trainer.interrupted
+        except RuntimeError:  # a run that was refused before the module had its Trainer
+            return False
+
+    @property
     def control_group(self) -> dist.ProcessGroup:
         """The gloo group for small control messages, never on the gradient's path; made by ``setup_environment``."""
         return process_group.control_group(self._timeout)

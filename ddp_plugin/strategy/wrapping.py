@@ -336,16 +336,15 @@ class FollowingWrap(MatchedReductions):
         """
         if "optimizer_states" in checkpoint:  # of a run, not of weights alone
             model = self.model if isinstance(self.model, DistributedDataParallel) else None
-            is_interrupted = self.lightning_module is not None and self.lightning_module.trainer.interrupted
-            self._layout.save(checkpoint, model, self._trainable, may_rebuild=not is_interrupted)
+            self._layout.save(checkpoint, model, self._trainable, may_rebuild=not self.is_interrupted)
             self._save_hook(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _save_hook(self, checkpoint: dict[str, Any]) -> None:
-        attached, module = self._attached_hook, self.lightning_module
+        attached = self._attached_hook
         if attached is None:
             return
-        if module is not None and module.trainer.interrupted:  # the others may not come to a collective any more
+        if self.is_interrupted:  # the others may not come to a collective any more
             if attached.leaves_error:
                 rank_zero_warn(
                     "What comm_hook had left out for later is not in this checkpoint: the run was interrupted."

@@ -60,8 +60,7 @@ def from_recipe(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
     Collectives:
         None.
     """
-    found: dict[str, Any] = ask_script(path, "for_tuning", arguments)
-    return found
+    return ask_script(path, "for_tuning", arguments, dict)
 
 
 def from_lightning_config(
