@@ -74,6 +74,15 @@ def test_a_wrong_setting_is_said_once_and_started_never(script: str, tmp_path: P
     assert "Did you mean 'max_steps'?" in done.stderr
 
 
+def test_a_command_is_not_looked_at_before_it_starts(tmp_path: Path) -> None:
+    """``-m ddp_plugin tune`` is started by these files too, and would begin to tune."""
+    (tmp_path / "say.py").write_text("import os, sys; print(os.environ.get('RANK'), sys.argv[1:])")
+    command = [str(LAUNCH / "one_node.sh"), "-m", "say"]
+    variables = environment(PROCESSES="1", PYTHONPATH=str(tmp_path))
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=100)
+    assert done.stdout.splitlines() == ["0 ['trainer.devices=-1', 'trainer.num_nodes=-1', 'resume=auto']"]
+
+
 def on_two_hosts(folder: Path, command: list[str], variables: Mapping[str, str]) -> list[str]:
     """Runs a command on both of two hosts, the same on each; returns what they printed."""
     try:

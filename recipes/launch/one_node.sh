@@ -8,6 +8,8 @@ set -euo pipefail
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # what torchrun takes anyway, without its warning; raise it for CPU work
 
 settings=(trainer.devices=-1 trainer.num_nodes=-1 resume=auto)
-python "$@" "${settings[@]}" dry_run=true > /dev/null  # what is wrong with them is said once, not at each restart
+if [[ "${1:-}" == *.py ]]; then  # what is wrong with a recipe's settings is said once, not at each restart
+  python "$@" "${settings[@]}" dry_run=true > /dev/null
+fi
 exec torchrun --standalone --nproc-per-node="${PROCESSES:-gpu}" --max-restarts="${RESTARTS:-3}" \
   "$@" "${settings[@]}"

@@ -22,7 +22,9 @@ if [[ -n "${ADDRESS:-}" ]]; then  # torchrun itself would look whether HEAD is a
 fi
 
 settings=(trainer.devices=-1 trainer.num_nodes=-1 resume=auto)
-python "$@" "${settings[@]}" dry_run=true > /dev/null  # what is wrong with them is said once, not at each restart
+if [[ "${1:-}" == *.py ]]; then  # what is wrong with a recipe's settings is said once, not at each restart
+  python "$@" "${settings[@]}" dry_run=true > /dev/null
+fi
 exec torchrun --nnodes="$NODES" --nproc-per-node="${PROCESSES:-gpu}" --max-restarts="${RESTARTS:-3}" \
   --rdzv-backend=c10d --rdzv-endpoint="$HEAD" --rdzv-id="${RUN:-ddp_plugin}" \
   ${named[@]+"${named[@]}"} "$@" "${settings[@]}"
