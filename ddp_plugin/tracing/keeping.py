@@ -32,15 +32,14 @@ def alone_in(folder: Path) -> Iterator[bool]:
     Raises:
         OSError: the folder cannot be written.
     """
+    is_alone = True
     with open(folder / LOCK, "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             is_alone = False
-        except OSError:
-            is_alone = True
-        else:
-            is_alone = True
+        except OSError:  # no locks on this file system
+            pass
         yield is_alone
 
 
