@@ -1244,7 +1244,7 @@ def watch_collectives(watch: WatchesCollectives) -> Callable[[], None]:
     """Tells of each collective that Python issues and of each wait for one, in any thread and however it was imported.
 
     The methods of torch's class of process groups are replaced, which ``torch.distributed`` calls for every group, and
-    the function by which DDP broadcasts buffers.
+    the function by which DDP broadcasts buffers. A tensor that cannot be looked at is not told, and goes its way.
 
     Returns:
         A function that undoes it.
@@ -1271,12 +1271,19 @@ def _watched_collective(
     watch: WatchesCollectives, operation: str, brought: int, usual: Callable[..., Any], offset: int = 1
 ) -> Callable[..., Any]:
     def collective(*args: Any, **kwargs: Any) -> Any:
-        is_on_host = operation == "barrier" or any(tensor.device.type == "cpu" for tensor in _tensors(args))
-        num_bytes = sum(tensor.nbytes for tensor in _tensors(args[brought + offset : brought + offset + 1]))
-        call = watch.issued(operation, num_bytes, _stack(), is_on_host=is_on_host)
+        call = None
+        try:
+            is_on_host = operation == "barrier" or any(tensor.device.type == "cpu" for tensor in _tensors(args))
+            num_bytes = sum(map(_num_bytes, _tensors(args[brought + offset : brought + offset + 1])))
+            call = watch.issued(operation, num_bytes, _stack(), is_on_host=is_on_host)
+        except DDPPluginError:  # a signal's, about another rank
+            raise
+        except Exception:  # a tensor that cannot be looked at: torch says what it thinks of it
+            pass
         begun_s = time.perf_counter()
         work = usual(*args, **kwargs)
-        watch.under_way(call, work, begun_s)
+        if call is not None:
+            watch.under_way(call, work, begun_s)
         return work
 
     return collective
@@ -1299,6 +1306,15 @@ def _stack() -> list[tuple[str, int, str]]:
     while frame := frame.f_back if frame is not None else None:
         found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
     return found
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    """Returns the bytes of a tensor's elements, of a sparse one's those that are there."""
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.layout != torch.strided:
+        tensor = tensor.values()
+    return tensor.numel() * tensor.element_size()
 
 
 def _tensors(given: Any) -> Iterator[torch.Tensor]:

@@ -104,6 +104,7 @@ STORY = (
     "tracing.findings",
     "tracing.drawing",
     "tracing.page",
+    "tracing.keeping",
     "tracing.watching",
     "scripts",
     "planning",

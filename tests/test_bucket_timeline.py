@@ -132,6 +132,7 @@ def test_steps_are_recorded(recording: Any) -> None:
     assert first.buckets == (BucketSpan(0, 104.0, 106.5), BucketSpan(1, 105.0, 106.5))
     assert (first.is_steady, first.common_s) == (False, None)
     assert (second.is_steady, second.common_s) == (True, 106.5)
+    assert (first.before, second.before) == ((), first.phases[2:])  # from the backward of that reduction on
     assert second.began_s == first.ended_s == 107.5
     assert [recorder.contents[index].names for index in (0, 1)] == [("0.weight", "0.bias"), ("1.weight", "1.bias")]
     assert clock.time_s == second.ended_s
@@ -153,7 +154,9 @@ def test_what_comes_in_between_is_no_part_of_a_step(recording: Any) -> None:
 def test_micro_batches_are_one_step(recording: Any) -> None:
     recorder = recording[0]
     play(*recording, num_micro=3)
-    (step,) = recorder.take()
+    play(*recording, num_micro=3)
+    step, after = recorder.take()
+    assert after.before == step.phases[-2:]
     assert [phase.part for phase in step.phases] == ["data", "forward", "backward", "optimizer"] * 3
     assert len(step.buckets) == 2
     assert step.seconds_of("forward") == 6.0

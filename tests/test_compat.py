@@ -419,6 +419,11 @@ class Watching:
         self.told.append("waited")
 
 
+class Blind(Watching):
+    def issued(self, operation: str, num_bytes: int, stack: Any, *, is_on_host: bool) -> str:
+        raise RuntimeError("cannot see it")
+
+
 @ranks(2)
 def test_every_collective_that_python_issues_can_be_watched() -> None:
     ones, parts = torch.ones(6), [torch.ones(6) for _ in range(2)]
@@ -434,6 +439,7 @@ def test_every_collective_that_python_issues_can_be_watched() -> None:
     dist.scatter(ones, parts if dist.get_rank() == 0 else None)
     dist.barrier()
     dist._broadcast_coalesced(dist.group.WORLD, [ones], 100, 0)
+    dist.all_reduce(torch.sparse_coo_tensor([[0, 5]], [1.0, 2.0], (1000,)))
     work = dist.all_reduce(ones, async_op=True)
     assert work is not None
     work.wait()
@@ -443,12 +449,17 @@ def test_every_collective_that_python_issues_can_be_watched() -> None:
     operations = [told for told in watching.told if isinstance(told, tuple)]
     assert [name for name, *_ in operations] == [
         "all_reduce", "all_gather", "broadcast", "all_gather", "all_to_all", "gather", "scatter", "barrier",
-        "broadcast", "all_reduce",
+        "broadcast", "all_reduce", "all_reduce",
     ]  # fmt: skip
-    sizes = [24, 24, 24, 24, 24, 24, 48 if dist.get_rank() == 0 else 0, 0, 24, 24]
+    sizes = [24, 24, 24, 24, 24, 24, 48 if dist.get_rank() == 0 else 0, 0, 24, 8, 24]
     assert [num_bytes for _, num_bytes, *_ in operations] == sizes
     assert all(is_on_host for *_, is_on_host in operations)
     assert watching.told[-2:] == ["under way", "waited"]
+    total = torch.ones(1)
+    undo = _compat.watch_collectives(Blind())
+    dist.all_reduce(total)
+    undo()
+    assert total == 2
     assert _compat.profiler_is_on() is False
     with torch.profiler.profile():
         assert _compat.profiler_is_on() is True

@@ -1,12 +1,15 @@
 """`ddp-plugin trace`: hand-made records against hand-made sums, and runs whose collectives and numbers are known."""
 
+import contextlib
 import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -20,12 +23,14 @@ from torch import Tensor
 from ddp_plugin import CustomDDPStrategy
 from ddp_plugin.callbacks import _tracing
 from ddp_plugin.cli import main
+from ddp_plugin.commands import trace as command
 from ddp_plugin.commands.trace import write_page
 from ddp_plugin.timeline.steps import BucketSpan, Phase, StepTimeline
 from ddp_plugin.tracing.drawing import MAX_RANKS, draw_step, ticks
 from ddp_plugin.tracing.findings import NOTHING_RECORDED, conclusions, headline, remarks
 from ddp_plugin.tracing.issuers import Call, CollectiveRow, Frame, count, issuer_of
-from ddp_plugin.tracing.joining import Joined, join, merged_trace
+from ddp_plugin.tracing.joining import Joined, join, write_trace
+from ddp_plugin.tracing.keeping import ASIDE, LOCK, alone_in, set_aside
 from ddp_plugin.tracing.page import render_page
 from ddp_plugin.tracing.records import (
     FAILED,
@@ -39,7 +44,6 @@ from ddp_plugin.tracing.records import (
     operators_path,
     read_records,
     record_path,
-    set_aside,
     write_record,
 )
 from ddp_plugin.tracing.request import VARIABLE, TraceRequest, Window, request_in
@@ -174,7 +178,7 @@ def record(rank: int, late_s: float = 0.0, **changes: Any) -> RankRecord:
     return replace(made, **changes)
 
 
-def test_a_record_comes_back_from_its_file_and_old_ones_go(tmp_path: Path) -> None:
+def test_a_record_comes_back_from_its_file(tmp_path: Path) -> None:
     made = record(1, notes=["a", "b"], step_before_s=0.1, memory=Memory(1, 2, 3, 4))
     write_record(tmp_path / "new", made)
     (tmp_path / "new" / "rank3.json").write_text("{")
@@ -182,15 +186,57 @@ def test_a_record_comes_back_from_its_file_and_old_ones_go(tmp_path: Path) -> No
     found, complaints = read_records(tmp_path / "new")
     assert found == {1: made}
     assert [text.split()[0] for text in complaints] == ["rank3.json", "rank4.json"]
-    for name in ("ranking.json", "notes.txt", "rank1.operators.json", "trace.html", "trace.json", "trace.png"):
-        (tmp_path / "new" / name).touch()
-    for is_there in (True, False, False):  # what is no trace takes the place of none
-        aside = set_aside(tmp_path / "new")
-        assert (aside is not None) is is_there
-        assert {path.name for path in (tmp_path / "new").iterdir()} == {"ranking.json", "notes.txt", "previous"}
-        assert read_records(tmp_path / "new" / "previous")[0] == {1: made}
-        (tmp_path / "new" / "trace.html").touch()
-    assert (tmp_path / "new" / "previous" / "rank1.operators.json").exists()
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_an_older_trace_takes_the_place_of_the_one_before_it_and_nothing_else_moves(tmp_path: Path) -> None:
+    others = {"ranking.json", "notes.txt", "previous"}
+    (tmp_path / "previous").mkdir()
+    for name in ("ranking.json", "notes.txt", "previous/rank0.json", "previous/trace.json"):
+        (tmp_path / name).write_text("the user's own")
+    for rank in (1, 0):
+        write_record(tmp_path, record(rank))
+        for name in (f"rank{rank}.operators.json", "trace.html", "trace.json", "trace.png", ".0123abcd.trace.png"):
+            (tmp_path / name).touch()
+        ours = names_in(tmp_path) - others - {ASIDE}
+        assert set_aside(tmp_path) == tmp_path / ASIDE
+        assert names_in(tmp_path) == others | {ASIDE}
+        assert names_in(tmp_path / ASIDE) == ours
+        assert read_records(tmp_path / ASIDE)[0] == {rank: record(rank)}
+    assert set_aside(tmp_path) is None  # what is no trace takes the place of none
+    assert read_records(tmp_path / ASIDE)[0] == {0: record(0)}
+    assert names_in(tmp_path / "previous") == {"rank0.json", "trace.json"}
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.png", "trace.html", "rank0.json"])
+def test_what_another_program_wrote_is_not_replaced(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text("{}")
+    assert main(["trace", "--folder", str(tmp_path), "--", sys.executable, "-c", ""]) == 2
+    assert f"{name} of another program" in capsys.readouterr().err
+    assert (tmp_path / name).read_text() == "{}"
+
+
+def test_of_tracers_that_share_a_folder_the_first_alone_sets_aside(tmp_path: Path) -> None:
+    """And a lock does not outlive its holder."""
+    write_record(tmp_path, record(0))
+    code = "import fcntl, sys; fcntl.flock(file := open(sys.argv[1], 'ab'), fcntl.LOCK_EX); print(flush=True); input()"
+    command = [sys.executable, "-c", code, str(tmp_path / LOCK)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == b"\n"
+        with alone_in(tmp_path) as is_alone:
+            assert not is_alone
+        assert main(["trace", "--folder", str(tmp_path), "--", sys.executable, "-c", "raise SystemExit(5)"]) == 5
+        assert read_records(tmp_path)[0] == {0: record(0)}
+        first.kill()
+    assert main(["trace", "--folder", str(tmp_path), "--", sys.executable, "-c", "raise SystemExit(5)"]) == 5
+    assert read_records(tmp_path)[0] == {}
+    assert read_records(tmp_path / ASIDE)[0] == {0: record(0)}
 
 
 def test_times_are_those_that_can_be_added_up_by_hand() -> None:
@@ -215,6 +261,16 @@ def test_times_are_those_that_can_be_added_up_by_hand() -> None:
 def test_exposed_communication_of_the_rank_that_waits_least_is_everyones_own() -> None:
     found = conclusions(Joined({0: record(0, collectives=()), 1: record(1, collectives=())}))
     assert [finding.what[:20] for finding in found] == ["27 % of a step is co"]  # 30 of 110 ms on both
+
+
+def test_means_are_those_of_steady_steps() -> None:
+    """The first recorded step waited 10 s for the workers of its epoch, which no profiler did."""
+    first = step(7)
+    slow = Phase("data", first.began_s - 10.0, first.phases[0].end_s)
+    steps = [replace(first, phases=(slow, *first.phases[1:]), is_steady=False), *map(step, range(8, 15))]
+    joined = Joined({0: record(0, steps=steps, step_before_s=0.11), 1: record(1, step_before_s=0.11)})
+    assert remarks(joined) == []
+    assert "A step takes 110.0 ms on 2 ranks, mean of 7 steps" in headline(joined)
 
 
 def test_without_faults_nothing_is_said() -> None:
@@ -318,7 +374,10 @@ def test_the_merged_trace_lays_operators_over_the_steps_of_their_rank(tmp_path: 
         ]
         trace = {"traceEvents": events, "baseTimeNanoseconds": 900 * 10**9}
         operators_path(tmp_path, rank).write_text(json.dumps(trace))
-    events = merged_trace(joined, tmp_path)["traceEvents"]
+    write_trace(tmp_path / "all.json", joined, tmp_path)
+    trace = json.loads((tmp_path / "all.json").read_text())
+    assert trace["displayTimeUnit"] == "ms"
+    events = trace["traceEvents"]
     found = [event for event in events if event["name"] == "aten::mm"]
     assert [event["pid"] for event in found] == [0, 1]
     assert [event["ts"] for event in found] == pytest.approx([10_000, 10_000], abs=1.0)  # microseconds
@@ -327,6 +386,28 @@ def test_the_merged_trace_lays_operators_over_the_steps_of_their_rank(tmp_path: 
     assert len({event["id"] for event in events if event["ph"] == "s"}) == 2
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert {threads[event["pid"], event["tid"]] for event in found} == {"torch: python"}
+
+
+def test_a_picture_or_a_trace_that_fails_costs_no_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def half(path: Path, timelines: object) -> None:
+        path.write_text("half a picture")
+        raise ImportError("no numpy")
+
+    for rank in range(2):
+        write_record(tmp_path, record(rank))
+    monkeypatch.setattr(command, "draw_timeline", half)
+    write_page(tmp_path, "x")
+    assert "no picture: ImportError: no numpy" in capsys.readouterr().err
+    pages = {"rank0.json", "rank1.json", "trace.html", "trace.json"}
+    assert names_in(tmp_path) == pages
+    assert "trace.png" not in (tmp_path / "trace.html").read_text()
+    (tmp_path / "trace.html").unlink()
+    operators_path(tmp_path, 1).write_text("{")
+    with pytest.raises(ValueError, match="Expecting"):
+        write_page(tmp_path, "x")
+    assert names_in(tmp_path) == pages | {"rank1.operators.json"}
 
 
 # ------------------------------------------------------------------------------------------------ what a run records
@@ -454,9 +535,15 @@ def test_what_cuts_a_window_short(tmp_path: Path) -> None:
 
     traced(tmp_path / "c", Delayed(**fast), 40, Window(20, 2, 3), callbacks=[Stopping()])
     early = join(tmp_path / "c").records[0]
+    assert early.step_before_s is None
     assert (early.state, [one.step for one in early.steps], early.num_counted) == (OVER, [3, 4, 5], 0)
     assert any("window was not reached" in note for note in early.notes)
     assert "Not counted" in render_page(join(tmp_path / "c"), "")
+
+    traced(tmp_path / "g", Delayed(**fast), 8, Window(3, 2, 1))
+    single = join(tmp_path / "g").records[0]
+    assert ([one.step for one in single.steps], single.num_counted) == ([5], 1)
+    assert single.step_before_s is not None
 
     strategy = CustomDDPStrategy(logical_shards=2)
     traced(tmp_path / "d", Delayed(**fast), 12, Window(0, 1, 2), strategy=strategy)
@@ -474,6 +561,39 @@ def test_what_cuts_a_window_short(tmp_path: Path) -> None:
         patch.setenv(VARIABLE, TraceRequest(str(tmp_path / "f"), Window()).to_variable())
         run.predict(Predicting(), loader(2))
     assert json.loads(record_path(tmp_path / "f", 0).read_text())["state"] == SET_UP
+
+
+@pytest.mark.parametrize(
+    ("device", "world_size", "stopped"), [("cpu", 2, [FAILED]), ("cuda:0", 1, [FAILED]), ("cuda:0", 2, [])]
+)
+@pytest.mark.parametrize("can_read", [True, False])
+def test_a_failure_is_written_before_the_profiler_is_stopped(
+    device: str, world_size: int, stopped: list[str], can_read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A profiler waits for the device: for ever, where a collective of it waits for a rank that has failed."""
+    states = []
+
+    def take(**arguments: Any) -> list[StepTimeline]:
+        if can_read:
+            return []  # the device has finished none
+        raise RuntimeError("CUDA error")
+
+    recording = _tracing.TraceRecording(TraceRequest(str(tmp_path), Window(3, 2, 10)))
+    recording._record, recording._is_on = record(0, state=TRAINING, window=Window(3, 2, 10), steps=[]), True
+    recording._has_counted, recording._num_done = True, 3 + 2 + 4
+    recording._watch.calls.append(Call(8, "barrier", 0, [(SCRIPT, 1, "f")], True))
+    recording._profile = SimpleNamespace(stop=lambda: states.append(read_records(tmp_path)[0][0].state))
+    monkeypatch.setattr(recording._recorder, "take", take)
+    monkeypatch.setattr(_tracing, "_memory", lambda trainer: Memory(1))
+    strategy = SimpleNamespace(root_device=torch.device(device), remove_bucket_observer=lambda observer: None)
+    run: Any = SimpleNamespace(strategy=strategy, world_size=world_size, callbacks=[recording])
+    with contextlib.nullcontext() if can_read else pytest.warns(UserWarning, match="CUDA error"):
+        recording.on_exception(run, Delayed(), ValueError("x"))
+    written = read_records(tmp_path)[0][0]
+    assert (written.state, written.notes) == (FAILED, ["Ended by ValueError: x"])
+    if can_read:
+        assert states == stopped
+        assert (written.num_counted, [row.num_calls for row in written.collectives]) == (4, [1])
 
 
 class Stopping(pl.Callback):
@@ -514,7 +634,7 @@ def test_the_command_traces_every_process_of_a_script(
     """Lightning's own launcher starts the second process; the script's arguments and its status are its own."""
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "rank5.json").write_text("of an older trace")
+    write_record(tmp_path / "out", record(5))
     (tmp_path / "out" / "trace.html").write_text("of an older trace")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -526,8 +646,9 @@ def test_the_command_traces_every_process_of_a_script(
     written = {path.name for path in (tmp_path / "out").iterdir()}
     operators = {f"rank{rank}.operators.json" for rank in range(2)}
     own = {"trace.html", "trace.json", "trace.png", "rank0.json", "rank1.json"}
-    assert written == own | operators | {"previous"}
-    assert (tmp_path / "out" / "previous" / "rank5.json").read_text() == "of an older trace"
+    assert written == own | operators | {ASIDE, LOCK}
+    assert read_records(tmp_path / "out" / ASIDE)[0] == {5: record(5)}
+    assert (tmp_path / "out" / ASIDE / "trace.html").read_text() == "of an older trace"
     page = (tmp_path / "out" / "trace.html").read_text()
     assert shlex.join(script).replace("'", "&#x27;") in page
     (tmp_path / "out" / "trace.html").unlink()

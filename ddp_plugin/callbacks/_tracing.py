@@ -34,6 +34,7 @@ from ddp_plugin.tracing.records import (
     RankRecord,
     operators_path,
     record_path,
+    replacing,
     write_record,
 )
 from ddp_plugin.tracing.request import TraceRequest
@@ -74,7 +75,7 @@ class TraceRecording(StepRecording):
         self._watch = CollectiveWatch()
         self._has_counted = False
         self._profile: Any = None
-        self._before: deque[StepTimeline] = deque(maxlen=request.window.num_active)
+        self._before: deque[StepTimeline] = deque(maxlen=request.window.num_active + request.window.num_warmup)
         self._first_step = self._num_done = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -132,6 +133,8 @@ class TraceRecording(StepRecording):
         """Writes what there is."""
         if self._is_on and self._record is not None:
             self._record.notes.append(_ended(exception))
+            self._record.state = FAILED
+            self._write()  # whatever comes now may fail, or last until this process is ended
             self._finish(trainer, FAILED)
         self._leave(trainer)
 
@@ -172,20 +175,20 @@ class TraceRecording(StepRecording):
         assert self._record is not None
         record, window = self._record, self._record.window
         self._watch.stop()
-        if self._profile is not None:
-            self._guarded(self._profile.stop)
-            self._profile = None
-        first_active = self._first_step + window.num_wait + window.num_warmup
+        if state != FAILED:
+            self._stop_profile()
+        begins = window.num_wait + window.num_warmup
+        first_active = self._first_step + begins
         steps = [*self._before, *self._recorder.take(wait=state != FAILED)]
         before = [step for step in steps if step.step < first_active]
         unseen = [step.duration_s for step in before if step.is_steady and step.step < first_active - window.num_warmup]
         record.state = state
         record.steps = [step for step in steps if step.step >= first_active]
-        record.num_counted = len(record.steps) if self._has_counted else 0
+        record.num_counted = max(0, self._num_done - begins) if self._has_counted else 0
+        calls = [call for call in self._watch.calls if call.step < self._first_step + self._num_done]
+        record.collectives = count(calls, library_roots(), os.getcwd())
         if record.steps:
             record.step_before_s = statistics.fmean(unseen) if unseen else None
-            calls = [call for call in self._watch.calls if call.step < self._first_step + self._num_done]
-            record.collectives = count(calls, library_roots(), os.getcwd())
         elif before:
             record.steps = before[-window.num_active :]
             record.notes.append(
@@ -198,6 +201,9 @@ class TraceRecording(StepRecording):
         record.memory = _memory(trainer)
         self._watch.calls.clear()
         write_record(Path(self._request.folder), record)
+        # Stopping waits for the device, and a collective there may wait for a rank that has failed for ever.
+        if state == FAILED and (trainer.world_size == 1 or trainer.strategy.root_device.type != "cuda"):
+            self._stop_profile()
 
     def _start_watch(self) -> None:
         try:
@@ -240,13 +246,13 @@ class TraceRecording(StepRecording):
 
     def _write_operators(self, profile: Any) -> None:
         assert self._record is not None
-        path = operators_path(Path(self._request.folder), self._record.rank)
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}.json")
-        try:
+        with replacing(operators_path(Path(self._request.folder), self._record.rank)) as unfinished:
             profile.export_chrome_trace(str(unfinished))
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+
+    def _stop_profile(self) -> None:
+        if self._profile is not None:
+            self._guarded(self._profile.stop)
+            self._profile = None
 
     def _guarded(self, function: Any) -> None:
         """Calls something of the profiler; if it fails, there is none from then on."""

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import importlib.util
-import json
 import os
 import shlex
 import signal
@@ -17,9 +16,10 @@ from typing import Any
 from ddp_plugin.errors import check_count, explain
 from ddp_plugin.timeline.picture import draw_timeline
 from ddp_plugin.tracing.findings import conclusions, headline, remarks
-from ddp_plugin.tracing.joining import Joined, join, merged_trace
+from ddp_plugin.tracing.joining import Joined, join, write_trace
+from ddp_plugin.tracing.keeping import alone_in, set_aside
 from ddp_plugin.tracing.page import render_page
-from ddp_plugin.tracing.records import set_aside, write_whole
+from ddp_plugin.tracing.records import replacing
 from ddp_plugin.tracing.request import VARIABLE, TraceRequest, Window
 
 __all__ = ["HELP", "add_arguments", "run", "write_page"]
@@ -33,7 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
     usual = Window()
     parser.add_argument(
-        "--folder", type=Path, default=Path("trace"), metavar="DIR", help="for the page (default: trace)"
+        "--folder",
+        type=Path,
+        default=Path("trace"),
+        metavar="DIR",
+        help="for the page (default: trace); an older trace goes to DIR/trace.previous",
     )
     steps = parser.add_argument_group("which steps")
     steps.add_argument(
@@ -78,16 +82,19 @@ def run(chosen: argparse.Namespace) -> int:
         write_page(chosen.join, "")
         return 0
     folder = chosen.folder.resolve()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        before = set_aside(folder)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ValueError(explain("a folder that can be written, for --folder", str(error), "Name another")) from error
-    if before is not None:
-        print(f"ddp-plugin trace: the trace of before is in {before}", file=sys.stderr)
     request = TraceRequest(str(folder), window, profiles=not chosen.no_operators)
-    status = _run(command, os.environ | {VARIABLE: request.to_variable()})
+    with contextlib.ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+            # To the end of the run: a node that comes late leaves its records alone.
+            before = set_aside(folder) if held.enter_context(alone_in(folder)) else None
+        except OSError as error:
+            got = str(error)
+            raise ValueError(explain("a folder that can be written, for --folder", got, "Name another")) from error
+        if before is not None:
+            print(f"ddp-plugin trace: the trace of before is in {before}", file=sys.stderr)
+        status = _run(command, os.environ | {VARIABLE: request.to_variable()})
     try:
         write_page(folder, shlex.join(command))
     except Exception as error:  # whatever becomes of the page, the command ended as it did
@@ -126,7 +133,7 @@ def _signals_passed_on(process: "subprocess.Popen[bytes]") -> Iterator[None]:
 def write_page(folder: Path, command: str) -> Joined:
     """Joins what the ranks wrote to ``trace.html``, ``trace.json`` and ``trace.png``, and says the essence of it.
 
-    The picture needs matplotlib.
+    The picture needs matplotlib; without one that works, there is none.
 
     Args:
         folder: where the ranks wrote.
@@ -139,14 +146,9 @@ def write_page(folder: Path, command: str) -> Joined:
         OSError: a file cannot be written.
     """
     joined = join(folder)
-    has_picture = bool(joined.timelines) and importlib.util.find_spec("matplotlib") is not None
-    if joined.timelines:
-        write_whole(folder / "trace.json", json.dumps(merged_trace(joined, folder)))
-    if has_picture:
-        unfinished = folder / f".trace.{os.getpid()}.png"
-        draw_timeline(unfinished, joined.timelines)
-        unfinished.replace(folder / "trace.png")
-    write_whole(folder / "trace.html", render_page(joined, command, has_picture=has_picture))
+    page = render_page(joined, command, has_picture=_draw(folder, joined))
+    with replacing(folder / "trace.html") as unfinished:
+        unfinished.write_text(page, encoding="utf-8")
     told = [
         headline(joined),
         *(f"{finding.what} {finding.remedy}" for finding in conclusions(joined)),
@@ -154,4 +156,20 @@ def write_page(folder: Path, command: str) -> Joined:
     ]
     for line in [*told, f"The page: {folder / 'trace.html'}"]:
         print(f"ddp-plugin trace: {line}", file=sys.stderr)
+    if joined.timelines:
+        with replacing(folder / "trace.json") as unfinished:
+            write_trace(unfinished, joined, folder)
     return joined
+
+
+def _draw(folder: Path, joined: Joined) -> bool:
+    """Draws ``trace.png``; ``False`` where there is nothing to draw, or nothing to draw it with."""
+    if not joined.timelines or importlib.util.find_spec("matplotlib") is None:
+        return False
+    try:
+        with replacing(folder / "trace.png") as unfinished:
+            draw_timeline(unfinished, joined.timelines)
+    except Exception as error:
+        print(f"ddp-plugin trace: no picture: {type(error).__name__}: {error}", file=sys.stderr)
+        return False
+    return True

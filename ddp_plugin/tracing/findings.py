@@ -4,6 +4,7 @@ import statistics
 from dataclasses import dataclass
 
 from ddp_plugin.errors import counted
+from ddp_plugin.timeline.steps import steady
 from ddp_plugin.tracing.issuers import DDP, LIGHTNING, PLUGIN, TORCHMETRICS, YOURS
 from ddp_plugin.tracing.joining import Joined, TotalRow
 from ddp_plugin.tracing.records import FAILED, OVER, SET_UP, TRAINING
@@ -47,7 +48,7 @@ def headline(joined: Joined) -> str:
     def mean_ms(name: str) -> str:
         return f"{1e3 * statistics.fmean(getattr(summary, name) for summary in summaries.values()):.1f} ms"
 
-    num_steps = min(len(steps) for steps in joined.timelines.values())
+    num_steps = min(summary.num_steps for summary in summaries.values())
     return (
         f"A step takes {mean_ms('step_s')} on {counted(joined.world_size, 'rank')}, mean of "
         f"{counted(num_steps, 'step')}: data {mean_ms('data_s')}, forward {mean_ms('forward_s')}, backward "
@@ -176,7 +177,7 @@ def remarks(joined: Joined) -> list[str]:
             )
             break
     slower = [
-        statistics.fmean(step.duration_s for step in record.steps) / record.step_before_s
+        statistics.fmean(step.duration_s for step in steady(record.steps)) / record.step_before_s
         for record in joined.records.values()
         if record.steps and record.step_before_s
     ]

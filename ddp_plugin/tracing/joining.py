@@ -12,7 +12,7 @@ from ddp_plugin.timeline.straggling import MIN_STEPS, Lateness, arrivals, compar
 from ddp_plugin.tracing.issuers import CollectiveRow
 from ddp_plugin.tracing.records import RankRecord, operators_path, read_records
 
-__all__ = ["Joined", "TotalRow", "join", "merged_trace", "trace_of_operators"]
+__all__ = ["Joined", "TotalRow", "join", "trace_of_operators", "write_trace"]
 
 _FIRST_OPERATOR_THREAD = 10_000  # above the threads of the buckets
 _FLOW_IDS_OF_A_RANK = 10**9
@@ -118,26 +118,36 @@ def join(folder: Path) -> Joined:
     return Joined(records, tuple(complaints))
 
 
-def merged_trace(joined: Joined, folder: Path) -> dict[str, Any]:
-    """Returns one Chrome trace of all ranks: the parts of their steps, the buckets, and what operators there are.
+def write_trace(path: Path, joined: Joined, folder: Path) -> None:
+    """Writes one Chrome trace of all ranks: the parts of their steps, the buckets, and what operators there are.
 
-    The process is the rank, and time begins with the first step on any rank.
+    The process is the rank, and time begins with the first step on any rank. Operators are many, so those of one rank
+    are in memory at a time.
 
     Args:
+        path: the file.
         joined: with at least one rank that has recorded a step.
         folder: where the operators lie.
+
+    Raises:
+        OSError: a file cannot be read or written.
+        ValueError: the operators of a rank are no JSON.
     """
     by_rank = joined.timelines
     names = {index: bucket.names for record in joined.records.values() for index, bucket in record.buckets.items()}
     trace = chrome_trace(by_rank, names)
     shifts = aligned(by_rank)
     zero_s = min(step.began_s + shifts[rank] for rank, steps in by_rank.items() for step in steps)
-    for rank in by_rank:
-        path = operators_path(folder, rank)
-        if path.exists():
-            to_zero_s = shifts[rank] - zero_s - joined.records[rank].zero_unix_s
-            trace["traceEvents"] += trace_of_operators(json.loads(path.read_text()), rank, to_zero_s)
-    return trace
+    events = trace.pop("traceEvents")
+    with path.open("w") as file:
+        file.write(f'{json.dumps(trace)[:-1]}, "traceEvents": [{json.dumps(events)[1:-1]}')
+        for rank in by_rank:
+            operators = operators_path(folder, rank)
+            if operators.exists():
+                to_zero_s = shifts[rank] - zero_s - joined.records[rank].zero_unix_s
+                events = trace_of_operators(json.loads(operators.read_text()), rank, to_zero_s)
+                file.writelines(f",\n{json.dumps(event)}" for event in events)
+        file.write("]}")
 
 
 def trace_of_operators(trace: Mapping[str, Any], rank: int, shift_s: float) -> list[dict[str, Any]]:

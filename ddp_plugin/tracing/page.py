@@ -8,7 +8,10 @@ from ddp_plugin.tracing.findings import conclusions, headline, remarks
 from ddp_plugin.tracing.issuers import DDP
 from ddp_plugin.tracing.joining import Joined
 
-__all__ = ["render_page"]
+__all__ = ["HEADING", "render_page"]
+
+HEADING = "Where the time of a step goes"
+"""What every page says first."""
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #1b1f24; --soft: #5b6570; --line: #e3e6ea; --card: #f6f7f9;
@@ -67,7 +70,7 @@ def render_page(joined: Joined, command: str, *, has_picture: bool = False) -> s
         has_picture: whether ``trace.png`` lies beside it.
     """
     body = [
-        "<h1>Where the time of a step goes</h1>",
+        f"<h1>{HEADING}</h1>",
         f'<p class="sub"><code>{_text(command)}</code></p>' if command else "",
         f'<p class="lead">{_text(headline(joined))}</p>',
         *_conclusions(joined),

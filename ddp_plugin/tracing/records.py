@@ -1,11 +1,10 @@
 """What one rank has recorded, and its file: whole or not at all."""
 
+import contextlib
 import dataclasses
 import json
-import os
-import re
-import shutil
-from collections.abc import Mapping
+import secrets
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,10 @@ __all__ = [
     "operators_path",
     "read_records",
     "record_path",
-    "set_aside",
+    "replacing",
     "write_record",
-    "write_whole",
 ]
 
-_RECORD = re.compile(r"rank\d+\.json")
-_OURS = re.compile(r"trace\.(html|png|json)|\.?rank\d+(\.operators)?\.json(\.\d+)?(\.json)?|\.trace\.\w+\.\d+")
 SET_UP, TRAINING, WHOLE, OVER, FAILED = "set up", "training", "whole", "over", "failed"
 """How far a rank has come: a Trainer was set up without training; it trains, or was killed while it did; the window is
 whole; the training was over before; it failed before."""
@@ -145,16 +141,19 @@ def operators_path(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.operators.json"
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file so that whoever reads it finds the old content or the new one; makes its folder.
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Lends a file beside another, which takes its place at the end; after an exception the old one stays.
+
+    Whoever reads it finds the old content or the new one. Makes the folder.
 
     Raises:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished = path.with_name(f".{secrets.token_hex(4)}.{path.name}")  # tracers of several nodes share a folder
     try:
-        unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
+        yield unfinished
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -166,7 +165,8 @@ def write_record(folder: Path, record: RankRecord) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    write_whole(record_path(folder, record.rank), json.dumps(record.to_json()))
+    with replacing(record_path(folder, record.rank)) as unfinished:
+        unfinished.write_text(json.dumps(record.to_json()))
 
 
 def read_records(folder: Path) -> tuple[dict[int, RankRecord], list[str]]:
@@ -186,29 +186,3 @@ def read_records(folder: Path) -> tuple[dict[int, RankRecord], list[str]]:
             continue
         records[record.rank] = record
     return dict(sorted(records.items())), complaints
-
-
-def set_aside(folder: Path) -> Path | None:
-    """Puts an older trace into a folder of its own, in place of the one before it, and touches nothing else.
-
-    What holds no record of a rank is no trace, only the page about one that was not made: it is removed.
-
-    Returns:
-        Where the older trace is now, or ``None`` where there was none.
-
-    Raises:
-        OSError: a file cannot be moved or removed.
-    """
-    files = [path for path in folder.iterdir() if _OURS.fullmatch(path.name)]
-    is_trace = any(_RECORD.fullmatch(path.name) for path in files)
-    aside = folder / "previous"
-    if is_trace:
-        if aside.exists():
-            shutil.rmtree(aside)
-        aside.mkdir()
-    for path in files:
-        if is_trace:
-            path.rename(aside / path.name)
-        else:
-            path.unlink(missing_ok=True)
-    return aside if is_trace else None
