@@ -33,7 +33,7 @@ def ask_script(path: Path, function: str, arguments: Sequence[str], kind: type[T
     Collectives:
         None.
     """
-    if not path.is_file():
+    if path.suffix != ".py" or not path.is_file():
         raise ValueError(explain("--recipe to be a training script, such as recipes/llm.py", str(path), "Correct it"))
     make_importable(path.resolve().parent)
     module = importlib.import_module(path.stem)

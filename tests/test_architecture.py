@@ -135,6 +135,7 @@ STORY = (
     "stopping.shield",
     "stopping.slurm",
     "preflight",
+    "preflight.addresses",
     "preflight.facts",
     "preflight.comparison",
     "preflight.environment",

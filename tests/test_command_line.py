@@ -86,6 +86,15 @@ def test_ring_draws_the_walk(ending: str, tmp_path: Path) -> None:
         (["plan", "--recipe", f"{RECIPES}/text.py"], "describe_run"),
         (["plan", "--recipe", LLM, "trainer.divices=3"], "trainer.divices"),
         (["plan", "--recipe", LLM, "--gpus", "4"], "--gpus as well"),
+        (["plan", "--recipe", "/etc/passwd"], "a training script"),
+        (["plan", "--parameters", "1e6", "--batch-size", "0"], "--batch-size"),
+        (["plan", "--parameters", "1e6", "--bucket-cap-mb", "0"], "--bucket-cap-mb above 0"),
+        (["plan", "--parameters", "1e6", "--step-s", "1", "--picture", "x.txt"], "--picture to end in"),
+        (["plan", "--check", "--parameters", "1e6"], "--parameters as well"),
+        (["ring", "--ranks", "1000000"], "--ranks to be an integer from 1 to 32"),
+        (["doctor", "--save-link", "."], "--save-link to be a file"),
+        (["tune", "--recipe", LLM, "--num-rounds", "1"], "--num-rounds to be an integer of at least 3"),
+        (["trace", "--active", "0", "--", "true"], "--active to be an integer of at least 1"),
     ],
 )
 def test_what_a_person_can_correct_is_said_in_words(

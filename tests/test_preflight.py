@@ -20,7 +20,8 @@ from torch import nn
 
 from ddp_plugin import CustomDDPStrategy
 from ddp_plugin.hooks import HOOKS
-from ddp_plugin.preflight import environment, facts
+from ddp_plugin.preflight import facts
+from ddp_plugin.preflight.addresses import gloo_address, is_port_free, is_this_machine, machine_identity
 from ddp_plugin.preflight.comparison import CALLBACK_ORDER, compare, compare_models, in_ranks
 from ddp_plugin.preflight.environment import LIGHTNING, OTHER, SLURM, TORCHRUN, Request, contradictions
 from ddp_plugin.preflight.facts import Facts, digest, environment_settings, model_entries, shown, take_facts
@@ -164,6 +165,23 @@ def test_two_ranks_on_one_gpu_are_an_error_under_nccl() -> None:
     assert finding.is_error
     assert compare([rank(0, "x", "gloo"), rank(1, "x", "gloo")]) == []
     assert compare([rank(0, "x", "nccl"), rank(1, "y", "nccl")]) == []
+
+
+def test_an_address_that_leads_other_machines_to_themselves_is_an_error() -> None:
+    """Debian writes the name of a machine beside 127.0.1.1."""
+
+    def rank(number: int, machine: str, address: str | None) -> Facts:
+        place = {"machine": machine} | ({} if address is None else {"address": address})
+        return of_rank(number, host=machine, place=place)
+
+    (finding,) = compare([rank(0, "one", "10.0.0.1"), rank(1, "two", "127.0.1.1"), rank(2, "two", "127.0.1.1")])
+    assert finding.is_error
+    assert finding.sentence.startswith("ranks 1, 2 would tell other machines to find them at 127.0.1.1, which is what")
+    assert "the name two stands for" in finding.sentence
+    assert "GLOO_SOCKET_IFNAME" in finding.sentence
+    assert compare([rank(0, "one", "127.0.0.1"), rank(1, "one", "127.0.0.1")]) == []  # they meet there
+    assert compare([rank(0, "one", "10.0.0.1"), rank(1, "two", "fe80::1%eth0")]) == []
+    assert compare([rank(0, "one", None), rank(1, "two", None)]) == []  # a device was named
 
 
 # -------------------------------------------------------------------------------------------------------------- models
@@ -385,15 +403,32 @@ def test_a_port_in_use_is_seen() -> None:
         server.bind(("127.0.0.1", 0))
         server.listen()
         port = server.getsockname()[1]
-        assert not environment.is_port_free(port)
-    assert environment.is_port_free(port)
+        assert not is_port_free(port)
+    assert is_port_free(port)
 
 
 def test_addresses_of_this_machine() -> None:
-    assert environment.is_this_machine("127.0.0.1") is True
-    assert environment.is_this_machine("localhost") is True
-    assert environment.is_this_machine("192.0.2.1") is False  # reserved for documentation
-    assert environment.is_this_machine("no-such-host.invalid") is None
+    assert is_this_machine("127.0.0.1") is True
+    assert is_this_machine("localhost") is True
+    assert is_this_machine("192.0.2.1") is False  # reserved for documentation
+    assert is_this_machine("no-such-host.invalid") is None
+
+
+def test_the_address_that_gloo_tells_is_of_this_machine_unless_a_device_is_named() -> None:
+    address = gloo_address({})
+    assert address is not None
+    assert is_this_machine(address)
+    assert gloo_address({"GLOO_SOCKET_IFNAME": "eth0"}) is None
+
+
+def test_processes_of_one_machine_and_network_have_one_identity() -> None:
+    asking = "from ddp_plugin.preflight.addresses import machine_identity; print(machine_identity())"
+    command = [sys.executable, "-c", asking]
+    elsewhere = subprocess.run(["unshare", "--net", *command], capture_output=True, text=True, cwd=ROOT)
+    here = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert here.stdout.strip() == machine_identity()
+    if elsewhere.returncode == 0:  # with the rights for it
+        assert elsewhere.stdout.strip() != machine_identity()
 
 
 # ---------------------------------------------------------------------------------------- before processes are started

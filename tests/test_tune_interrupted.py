@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from ddp_plugin.tuning.interrupting import INTERRUPTED_STATUS, interruptible
+from ddp_plugin.tuning.trials import SCRATCH
 from tests.test_stopping import in_session
 
 ROOT = Path(__file__).parents[1]
@@ -98,7 +100,7 @@ def test_one_press_ends_all_trial_runs(start_method: str, tmp_path: Path) -> Non
     else:
         assert (process.returncode, said.splitlines()[-1]) == (1, "Interrupted")
     assert not (tmp_path / "tuned.yaml").exists()
-    assert list(scratch.glob("ddp_plugin-tune-*")) == []
+    assert list(scratch.glob(f"{SCRATCH}*")) == []
 
 
 @pytest.fixture
@@ -151,9 +153,11 @@ def test_children_that_do_not_end_are_killed(monkeypatch: pytest.MonkeyPatch) ->
     obeying = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
     obeying.start()
     launcher = SimpleNamespace(procs=[deaf, obeying])
+    scratch = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{deaf.pid}-"))
     with pytest.raises(KeyboardInterrupt), interruptible(launcher):
         signal.raise_signal(signal.SIGINT)
     assert deaf.returncode == -signal.SIGKILL
+    assert not scratch.exists()
     assert not obeying.is_alive()
     assert launcher.procs == []
 

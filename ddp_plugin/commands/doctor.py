@@ -41,6 +41,10 @@ def run(chosen: argparse.Namespace) -> int:
         check_count("--ranks", chosen.ranks, 1)
     if chosen.save_link is not None and chosen.no_self_test:
         raise ValueError(explain("a self-test, for --save-link", "--no-self-test", "Leave one of them out"))
+    if chosen.save_link is not None and (chosen.save_link.is_dir() or not chosen.save_link.parent.is_dir()):
+        raise ValueError(
+            explain("--save-link to be a file in a folder that exists", str(chosen.save_link), "Correct it")
+        )
     report, tests = examine(os.environ, chosen.ranks, () if chosen.no_self_test else None)
     links = {backend: test.link for backend, test in tests.items() if test.link is not None}
     if chosen.json:

@@ -25,6 +25,7 @@ from ddp_plugin.planning.predicting import Prediction, Shapes
 from ddp_plugin.planning.run_plan import RunPlan, make_plan, render_plan
 from ddp_plugin.planning.traced import Trace, assume_trace, repeated, trace_step
 from ddp_plugin.scripts import build_by_name
+from ddp_plugin.timeline.picture import picture_formats
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -78,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--check", action="store_true", help="show how far off such plans are, beside a run that was measured"
     )
     parser.add_argument("--json", action="store_true", help="for machines")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it too: .png, .svg or .pdf")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it too, or anew: .png, .svg or .pdf")
     parser.epilog = "Links: " + ", ".join(LINKS) + ", or a file from `ddp-plugin doctor --save-link`."
 
 
@@ -89,25 +90,29 @@ def run(chosen: argparse.Namespace) -> int:
         ValueError: what cannot be planned, in words.
     """
     if chosen.check:
+        if (given := _given(chosen, ("parameters", "model", "recipe"))) is not None:
+            raise ValueError(explain("--check alone", f"{given} as well", "Leave one of them out"))
         measured = read_measured()
         checked = check(measured)
         print(_checked_as_json(checked, measured) if chosen.json else render_checked(checked, measured["made_with"]))
         return 0
+    if chosen.picture is not None and chosen.picture.suffix.lstrip(".").lower() not in picture_formats():
+        raise ValueError(explain("--picture to end in .png, .svg or .pdf", str(chosen.picture), "Name it so"))
     plan = plan_for(chosen)
     if chosen.picture is not None and not plan.is_timed:
         raise ValueError(
             explain("the length of a step, for a picture of it", "none", "Give --step-s, or --model with an example")
         )
-    if chosen.json:
-        print(json.dumps(_as_json(plan), indent=2))
-    else:
-        measured = read_measured()
-        print(f"{render_plan(plan)}\n{summary(check(measured), measured['made_with'])}")
     if chosen.picture is not None:
         from ddp_plugin.planning.picture import draw_plan
 
         draw_plan(chosen.picture, plan)
         print(f"ddp-plugin plan: the picture: {chosen.picture}", file=sys.stderr)
+    if chosen.json:
+        print(json.dumps(_as_json(plan), indent=2))
+    else:
+        measured = read_measured()
+        print(f"{render_plan(plan)}\n{summary(check(measured), measured['made_with'])}")
     return 0
 
 
@@ -117,7 +122,7 @@ def plan_for(chosen: argparse.Namespace) -> RunPlan:
     Raises:
         ValueError: what cannot be planned, in words.
     """
-    for name in ("step_s", "memory_gb", "parameters"):
+    for name in ("step_s", "memory_gb", "parameters", "bucket_cap_mb"):
         value = getattr(chosen, name)
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ValueError(explain(f"--{name.replace('_', '-')} above 0", repr(value), "Correct it"))
@@ -176,7 +181,8 @@ def _described(chosen: argparse.Namespace) -> _Run:
         default if given is None else given
         for given, default in ((chosen.gpus, 8), (chosen.nodes, 1), (chosen.accumulate, 1))
     )
-    for name, count in (("--gpus", gpus), ("--nodes", nodes), ("--accumulate", accumulated)):
+    counts = [("--gpus", gpus), ("--nodes", nodes), ("--accumulate", accumulated)]
+    for name, count in [*counts, ("--batch-size", 1 if chosen.batch_size is None else chosen.batch_size)]:
         check_count(name, count, 1)
     if gpus * nodes > _MOST_PROCESSES or (chosen.parameters or 0) > _MOST_PARAMETERS:
         raise ValueError(
@@ -202,13 +208,18 @@ def _described(chosen: argparse.Namespace) -> _Run:
     )
 
 
+def _given(chosen: argparse.Namespace, names: Sequence[str]) -> str | None:
+    """Returns the first of some options that was given."""
+    return next((f"--{name.replace('_', '-')}" for name in names if getattr(chosen, name) is not None), None)
+
+
 def _recipe(chosen: argparse.Namespace) -> _Run:
     own_settings = ("gpus", "nodes", "precision", "optimizer", "gradient_as_bucket_view", "batch_size", "accumulate")
-    if given := [name for name in own_settings if getattr(chosen, name) is not None]:
+    if (given := _given(chosen, own_settings)) is not None:
         raise ValueError(
             explain(
                 "--recipe alone to say how it trains",
-                f"--{given[0].replace('_', '-')} as well",
+                f"{given} as well",
                 "Give the recipe's own setting, as on its command line",
             )
         )

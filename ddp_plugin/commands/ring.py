@@ -10,18 +10,21 @@ from ddp_plugin.errors import check_count
 
 __all__ = ["HELP", "add_arguments", "run"]
 
+_MOST_RANKS = 32  # nobody reads more
 HELP = "walk through an all-reduce, round by round"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
-    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="number of ranks, at least 1 (default 4)")
+    parser.add_argument(
+        "--ranks", type=int, default=4, metavar="N", help=f"number of ranks, 1 to {_MOST_RANKS} (default 4)"
+    )
     parser.add_argument("--algorithm", choices=sorted(ALGORITHMS), default="ring", help="default ring")
     parser.add_argument(
         "--picture",
         type=Path,
         metavar="FILE",
-        help="draw it too: .png, .svg or .pdf with all rounds, .gif with one after another",
+        help="draw it too, or anew: .png, .svg or .pdf with all rounds, .gif with one after another",
     )
 
 
@@ -31,7 +34,7 @@ def run(chosen: argparse.Namespace) -> int:
     Raises:
         ValueError: a number of ranks below 1, or a picture in an unknown format.
     """
-    check_count("--ranks", chosen.ranks, 1)
+    check_count("--ranks", chosen.ranks, 1, _MOST_RANKS)
     walked = walk(chosen.ranks, chosen.algorithm)
     if chosen.picture is not None:
         draw_walk(chosen.picture, walked)

@@ -1,6 +1,7 @@
 """``ddp-plugin tune``: settings chosen by short runs of your own training, written for whoever reads them."""
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -174,15 +175,21 @@ def _names(text: str) -> list[str]:
 
 def _sizes(text: str) -> list[float | None]:
     try:
-        return [None if name == "default" else float(name) for name in _names(text) if name != "none"]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(
-            explain("sizes in MiB, such as default,1,25", repr(text), "Correct it")
-        ) from error
+        sizes = [None if name == "default" else float(name) for name in _names(text) if name != "none"]
+        if all(size is None or 0 < size < math.inf for size in sizes):
+            return sizes
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(explain("sizes in MiB above 0, such as default,1,25", repr(text), "Correct it"))
 
 
 def _workers(text: str) -> list[int] | str:
+    if text == "auto":
+        return text
     try:
-        return "auto" if text == "auto" else [int(name) for name in _names(text) if name != "none"]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(explain("numbers, such as 0,2,4", repr(text), "Correct it")) from error
+        counts = [int(name) for name in _names(text) if name != "none"]
+        if min(counts, default=0) >= 0:
+            return counts
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(explain("whole numbers from 0 on, such as 0,2,4", repr(text), "Correct it"))

@@ -148,7 +148,8 @@ def _head(plan: RunPlan) -> list[str]:
         f"({nodes} of {cluster.ranks_per_node})",
         f"  inside a node: {_link(cluster.inside)}",
     ]
-    return lines + ([f"  between nodes: {_link(cluster.between)}"] if cluster.num_nodes > 1 else [])
+    between = "between nodes" if cluster.num_nodes > 1 else "between nodes, for more of them"
+    return [*lines, f"  {between}: {_link(cluster.between)}"]
 
 
 def _memory(plan: RunPlan) -> list[str]:
@@ -188,9 +189,10 @@ def _batch(plan: RunPlan) -> list[str]:
 def _steps(plan: RunPlan) -> list[str]:
     trace = plan.trace
     if plan.is_timed:
+        before = "forward" if trace.num_micro_batches == 1 else "all before its last backward"
         how = "measured here" if trace.is_measured else "as given"
         head = (
-            f"a step: forward {_time(trace.forward_s)}, backward {_time(trace.backward_s)} ({how}), "
+            f"a step: {before} {_time(trace.forward_s)}, backward {_time(trace.backward_s)} ({how}), "
             "without the optimizer; and with"
         )
     else:

@@ -23,12 +23,14 @@ class Trace:
         backward_s: seconds of the backward.
         gradients: what becomes ready, and when.
         is_measured: whether a clock ran; else the backward is assumed to spend its time evenly over the parameters.
+        num_micro_batches: of an optimizer step; all but the last one's backward count as forward.
     """
 
     forward_s: float
     backward_s: float
     gradients: tuple[Gradient, ...]
     is_measured: bool
+    num_micro_batches: int = 1
 
 
 def trace_step(module: nn.Module, loss: Callable[[], Tensor], num_repeats: int = 3) -> Trace:
@@ -113,7 +115,7 @@ def repeated(trace: Trace, num_micro_batches: int) -> Trace:
         num_micro_batches: of an optimizer step.
     """
     before_s = (num_micro_batches - 1) * (trace.forward_s + trace.backward_s)
-    return replace(trace, forward_s=before_s + trace.forward_s)
+    return replace(trace, forward_s=before_s + trace.forward_s, num_micro_batches=num_micro_batches)
 
 
 def _now_s(device: torch.device) -> float:

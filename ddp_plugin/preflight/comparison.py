@@ -8,6 +8,7 @@ what differs       level   because
 rank               error   two processes with one rank: both train, or none ever starts
 world              error   world size, nodes, devices for each node, backend, kind of device, launcher: ranks wait for
                            others that do not exist, or speak another language
+loopback address   error   of a rank on several machines: gloo, which the control group is of, connects in vain
 one GPU, two ranks error   NCCL refuses it; with gloo, which serves such ranks, nothing is said
 parameter, buffer  error   DistributedDataParallel hangs, or mixes what does not belong together
 setting            error   steps, accumulation, clipping, precision, hook, and the like: unequal numbers of collectives,
@@ -27,6 +28,7 @@ option             warning hyperparameters, options of callbacks, batch sizes, o
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 from ddp_plugin.preflight.facts import (
     CALLBACK,
@@ -113,7 +115,7 @@ def compare(facts: Sequence[Facts]) -> list[Finding]:
         Errors first, then warnings; each in the order of the table above.
     """
     facts = sorted(facts, key=lambda each: (each.rank, each.hostname, each.pid))
-    findings = [*_ranks_taken_twice(facts), *_shared_gpus(facts)]
+    findings = [*_ranks_taken_twice(facts), *_found_by_nobody(facts), *_shared_gpus(facts)]
     for kind, rule in _KINDS.items():
         by_rank = [(each.rank, each.values.get(kind, {})) for each in facts]
         findings += _differences(kind, rule, by_rank)
@@ -156,6 +158,24 @@ def _ranks_taken_twice(facts: Sequence[Facts]) -> list[Finding]:
         )
         for rank, several in by_rank.items()
         if len(several) > 1
+    ]
+
+
+def _found_by_nobody(facts: Sequence[Facts]) -> list[Finding]:
+    places = [(each, each.values.get(PLACE, {})) for each in facts]
+    if len({place.get("machine") for _, place in places}) == 1:
+        return []
+    lost = [each for each, place in places if "address" in place and ip_address(place["address"]).is_loopback]
+    if not lost:
+        return []
+    address = lost[0].values[PLACE]["address"]
+    return [
+        Finding(
+            f"{in_ranks([each.rank for each in lost])} would tell other machines to find them at {address}, which is "
+            f"what the name {lost[0].hostname} stands for there: set GLOO_SOCKET_IFNAME to the network device between "
+            "the machines (see `ip -br addr`), or give the name its own address in /etc/hosts",
+            is_error=True,
+        )
     ]
 
 

@@ -3,12 +3,10 @@
 Each of them makes a run wait for ever, or makes every process train a model of its own without a word.
 """
 
-import contextlib
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["LIGHTNING", "OTHER", "SLURM", "TORCHRUN", "Request", "contradictions", "is_port_free", "is_this_machine"]
+__all__ = ["LIGHTNING", "OTHER", "SLURM", "TORCHRUN", "Request", "contradictions"]
 
 TORCHRUN = "torchrun"
 SLURM = "SLURM"
@@ -186,31 +184,3 @@ def _under_lightning(variables: Mapping[str, str], numbers: Mapping[str, int], r
             f"LOCAL_RANK {numbers.get('LOCAL_RANK', 0)} = {rank}: set NODE_RANK, or start with torchrun"
         )
     return found
-
-
-def is_port_free(port: int) -> bool:
-    """Whether a server can listen on a port of this machine now."""
-    families = [socket.AF_INET6, socket.AF_INET] if socket.has_ipv6 else [socket.AF_INET]
-    for family in families:
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as server:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: a port just left is free
-            server.bind(("", port))
-            server.listen()
-            return True
-    return False
-
-
-def is_this_machine(host: str) -> bool | None:
-    """Whether a host name is this machine's; ``None`` where the name is not known here.
-
-    An address that a network translates, such as that of a Kubernetes service, is none of this machine.
-    """
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return None
-    for family, kind, protocol, _, address in found:
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as server:
-            server.bind(address)
-            return True
-    return False

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_plugin.preflight.addresses import gloo_address, machine_identity
+
 __all__ = [
     "CALLBACK",
     "DEVICE",
@@ -95,13 +97,19 @@ class Facts:
 
 
 def take_facts(rank: int, values: Mapping[str, Mapping[str, str]]) -> Facts:
-    """Returns this process's facts: what is given, the launcher's variables, versions and environment settings.
+    """Returns this process's facts: what is given, its place, the launcher's variables, versions and settings.
 
     Args:
         rank: the rank that it takes.
         values: further names and values by kind.
     """
-    own = {LAUNCHER: launcher_variables(os.environ), VERSION: versions(), ENVIRONMENT: environment_settings(os.environ)}
+    address = gloo_address(os.environ)
+    own = {
+        PLACE: {"machine": machine_identity()} | ({} if address is None else {"address": address}),
+        LAUNCHER: launcher_variables(os.environ),
+        VERSION: versions(),
+        ENVIRONMENT: environment_settings(os.environ),
+    }
     merged = {kind: own.get(kind, {}) | dict(values.get(kind, {})) for kind in dict.fromkeys((*own, *values))}
     return Facts(rank, socket.gethostname(), os.getpid(), merged)
 

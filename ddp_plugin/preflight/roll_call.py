@@ -22,8 +22,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ddp_plugin.errors import DDPPluginError, explain
+from ddp_plugin.preflight.addresses import is_this_machine
 from ddp_plugin.preflight.comparison import Finding, in_ranks
-from ddp_plugin.preflight.environment import is_this_machine
 from ddp_plugin.preflight.facts import WORLD, Facts
 
 __all__ = ["Complete", "Meeting", "raise_errors", "roll_call"]

@@ -31,6 +31,7 @@ from ddp_plugin import _compat
 from ddp_plugin.errors import DDPPluginError, explain
 from ddp_plugin.gather import broadcast_object, gather_objects
 from ddp_plugin.preflight import comparison, environment, facts
+from ddp_plugin.preflight.addresses import is_port_free, is_this_machine
 from ddp_plugin.preflight.comparison import Finding
 from ddp_plugin.preflight.roll_call import Meeting, raise_errors, roll_call
 from ddp_plugin.strategy.group import OwnGroup
@@ -116,11 +117,11 @@ class Preflight(OwnGroup):
         )
         found = environment.contradictions(os.environ, request)
         address = os.environ.get("MASTER_ADDR")
-        if not found and address and self.num_nodes == 1 and environment.is_this_machine(address) is None:
+        if not found and address and self.num_nodes == 1 and is_this_machine(address) is None:
             found = [f"MASTER_ADDR is {address}, a name that this machine does not know: correct it, or unset it"]
         if not found and request.starts_processes and origin.node_rank() == 0 and not dist.is_initialized():
             port = os.environ.get("MASTER_PORT")
-            if port is not None and not environment.is_port_free(int(port)):
+            if port is not None and not is_port_free(int(port)):
                 found = [f"MASTER_PORT is {port}, and another run or program uses it: choose another port, or unset it"]
         if found:
             raise ValueError(

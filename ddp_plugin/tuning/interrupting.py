@@ -1,14 +1,19 @@
 """Ctrl+C while trial runs follow one another: the first press ends them all."""
 
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from ddp_plugin.tuning.trials import SCRATCH
 
 __all__ = ["INTERRUPTED_STATUS", "held_back", "interruptible", "let_through"]
 
@@ -114,6 +119,8 @@ class _Interruption:
                 child.wait()
             else:
                 child.join()
+            for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH}{child.pid}-*"):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_finalizing(frame: FrameType | None) -> bool:

@@ -110,7 +110,11 @@ def from_lightning_config(
         built_model, datamodule, built = _built_by_lightning({**sections, "trainer": kept}, classes)
     except ArgumentError as error:
         raise ValueError(
-            explain(f"a configuration of LightningCLI in {path}", " ".join(str(error).split()), "Correct the file")
+            explain(
+                f"a configuration of LightningCLI in {path}",
+                " ".join(str(error).split()),
+                "Correct the file, or give --model and --data where it is for a LightningCLI(Model, Data)",
+            )
         ) from error
     callbacks = built.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]

@@ -27,6 +27,7 @@ from ddp_plugin.streams import StreamStates
 
 __all__ = [
     "PREFETCHED_PER_WORKER",
+    "SCRATCH",
     "SET_BY_TRIALS",
     "StepClock",
     "TrialRun",
@@ -40,6 +41,9 @@ __all__ = [
 ]
 
 _MAX_STEPS = 1_000_000  # never reached: a finite number for schedules that ask how long the run will be
+SCRATCH = "ddp_plugin-tune-"
+"""Beginning of the name of a trial's folder, before the number of its process."""
+
 SET_BY_TRIALS: dict[str, Any] = {
     "enable_checkpointing": False,
     "enable_progress_bar": False,
@@ -408,7 +412,7 @@ class TrialRun:
         with ExitStack() as stack:
             stack.callback(StreamStates.capture().restore)
             model = stack.enter_context(borrowed(self.model))
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp_plugin-tune-"))
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{SCRATCH}{os.getpid()}-"))
             num_micro_batches = self.trainer_settings.get("accumulate_grad_batches", 1)
             num_batches = num_steps * num_micro_batches
             clock = StepClock(num_warmup_steps * num_micro_batches, num_batches, self.counts_epoch_starts)
