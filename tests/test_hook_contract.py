@@ -400,6 +400,7 @@ def test_sparse_gradients_are_reduced_or_refused_in_words(name: str) -> None:
         refusal = str(error)
     if refusal:
         assert f"dense gradients for comm_hook={name!r}" in refusal
+        dist.barrier()  # the other rank may still connect
         return
     assert net.weight.grad is not None
     expected = torch.zeros(6, 3).index_fill(0, torch.tensor([0, 1]), 0.5).index_fill(0, torch.tensor([4]), 1.0)

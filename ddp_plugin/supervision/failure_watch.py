@@ -362,7 +362,9 @@ class FailureWatch:
             "rank": self._board.rank,
             "process": self._own,
             "place": snapshot["place"],
-            "doing": self._activity.failed_in or ("a data loader" if _is_of_loader(error) else doing),
+            "doing": "a data loader"
+            if _tells_of_worker(error)
+            else self._activity.failed_in or _loader(error) or doing,
             "error": one_line(error),
             "gist": gist(error),
             "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-8))[-4000:],
@@ -401,12 +403,17 @@ class FailureWatch:
 
 def _follows_from_others(error: BaseException) -> bool:
     """Whether a connection broke that was not one to a data worker, or one of the user's own dataset."""
-    return is_consequence(error) and not _is_of_loader(error)
+    return is_consequence(error) and _loader(error) is None
 
 
-def _is_of_loader(error: BaseException) -> bool:
+def _tells_of_worker(error: BaseException) -> bool:
+    """Whether torch's handler raised because a data worker was killed: wherever this process was just then."""
+    return one_line(error).startswith("RuntimeError: DataLoader worker (pid")
+
+
+def _loader(error: BaseException) -> str | None:
     frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_code.co_filename == dataloader.__file__ for frame, _ in frames)
+    return "a data loader" if any(frame.f_code.co_filename == dataloader.__file__ for frame, _ in frames) else None
 
 
 def _tell_torchrun(error: BaseException) -> None:
