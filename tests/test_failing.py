@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -242,6 +243,31 @@ def test_a_killed_worker_is_its_ranks_failure(tmp_path: Path) -> None:
             r"in a data loader: (RuntimeError: DataLoader worker \(pid.*(Killed|exited)|ConnectionResetError|EOFError)"
         )
         assert re.search(words, last_line(tmp_path, rank))
+
+
+def test_what_torch_tells_of_a_worker_while_an_exception_is_looked_at_takes_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker that is killed breaks its connection first; then comes the signal."""
+    interruption = RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
+    told: list[tuple[BaseException, str]] = []
+
+    def raised(error: BaseException, doing: str) -> BaseException:
+        told.append((error, doing))
+        return error
+
+    def interrupted(error: BaseException) -> str:
+        raise interruption
+
+    def fail() -> None:
+        raise ConnectionResetError("of the worker")
+
+    strategy: Any = CustomDDPStrategy()
+    strategy._failures = SimpleNamespace(raised=raised)
+    monkeypatch.setattr(_compat, "hook_of", interrupted)
+    with pytest.raises(RuntimeError, match="is killed by signal"):
+        strategy._run_guarded(fail)
+    assert told == [(interruption, "a data loader")]
 
 
 def test_a_rank_that_leaves_alone_is_missed(tmp_path: Path) -> None:
