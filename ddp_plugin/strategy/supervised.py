@@ -75,21 +75,19 @@ class Supervised(Stopping):
             self._end_supervision()
             return result
         except BaseException as error:  # before Lightning lets callbacks know, which may wait for other ranks
-            to_raise = self._told(error)
+            try:  # here, because Python looks for signals as soon as a function is entered
+                to_raise = self._told(error, _compat.hook_of)
+            except RuntimeError as interruption:  # torch's handler of a killed data worker's signal, wherever this was
+                to_raise = self._told(interruption, lambda _: "a data loader")
             if to_raise is error:
                 raise
             raise to_raise from error
         finally:
             self._is_guarded = False
 
-    def _told(self, error: BaseException) -> BaseException:
+    def _told(self, error: BaseException, doing: Callable[[BaseException], str | None]) -> BaseException:
         """Tells the others of an exception, and returns what to raise."""
-        if self._failures is None:
-            return error
-        try:
-            return self._failures.raised(error, _compat.hook_of(error))
-        except RuntimeError as interruption:  # torch's handler of a killed data worker's signal, wherever this was
-            return self._failures.raised(interruption, "a data loader")
+        return error if self._failures is None else self._failures.raised(error, doing(error))
 
     def setup_environment(self) -> None:
         """Starts the processes' group, and tells from here on what this process is doing.
