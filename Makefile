@@ -17,12 +17,13 @@ resnet: $(VENV)/.installed
 # Tests that measure time run alone, the others two files at a time: they wait for ranks to start more than they compute.
 # The longest files go first, so that none is left alone at the end.
 TIMED := $(addprefix tests/test_,bucket_timeline.py communication_monitor.py monitor_costs.py slow_link.py straggler_monitor.py)
-LONG := $(addprefix tests/test_,two_hosts.py recipe_resnet.py recipe_llm.py restarting.py tune.py hang_watchdog.py failing.py launch.py)
+LONG := $(addprefix tests/test_,failing.py two_hosts.py recipe_llm.py stopping.py launch.py recipe_resnet.py restarting.py tune.py)
+OTHERS := $(filter-out $(TIMED) $(LONG),$(wildcard tests/test_*.py)) tests/gpu
 NOTHING_SELECTED := 5
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TIMED) $(ARGS) || [ $$? -eq $(NOTHING_SELECTED) ]
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" $(LONG) tests $(TIMED:%=--ignore=%) $(ARGS) || [ $$? -eq $(NOTHING_SELECTED) ]
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" $(LONG) $(OTHERS) $(ARGS) || [ $$? -eq $(NOTHING_SELECTED) ]
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .

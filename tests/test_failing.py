@@ -719,12 +719,16 @@ def test_when_the_process_that_holds_the_store_is_killed_the_others_end(tmp_path
     assert re.search(r"rank 0 \(process \d+ on .+\) ended without a word", output.splitlines()[-1])
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+RAISED = "rank 2 failed at step 3 in Hooks.on_train_batch_end: ValueError: the first one"
+
+
 @pytest.mark.parametrize(
-    ("where", "who", "words"),
+    ("method", "where", "who", "words"),
     [
-        ("on_train_batch_end", 2, "rank 2 failed at step 3 in Hooks.on_train_batch_end: ValueError: the first one"),
-        ("killed", 1, "process 1 terminated with signal SIGKILL"),
+        ("fork", "on_train_batch_end", 2, RAISED),
+        pytest.param("spawn", "on_train_batch_end", 2, RAISED, marks=pytest.mark.long),
+        ("fork", "killed", 1, "process 1 terminated with signal SIGKILL"),
+        ("spawn", "killed", 1, "process 1 terminated with signal SIGKILL"),
     ],
 )
 def test_processes_that_the_program_itself_starts_fail_as_one(

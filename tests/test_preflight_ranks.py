@@ -177,7 +177,7 @@ def unchecked(case: str) -> None:
 def test_without_preflight_there_is_no_such_sentence(case: str) -> None:
     """A hang, an abort, a wrong result without a word, or an error that names no rank."""
     with pytest.raises(RankFailureError) as caught:
-        run_ranks(unchecked, 2, init=False, timeout_s=15.0, case=case)
+        run_ranks(unchecked, 2, init=False, timeout_s=8.0, case=case)
     assert "on rank 0 and" not in str(caught.value)
 
 

@@ -476,6 +476,7 @@ def _launch(tmp_path: Path, *command: str) -> list[str]:
     return next(line.split() for line in done.stdout.splitlines() if line.startswith("TRAINED"))
 
 
+@pytest.mark.long
 def test_every_launcher_trains_the_same(tmp_path: Path) -> None:
     popen = _launch(tmp_path, "SCRIPT", "object", "2")
     assert popen[:3] == ["TRAINED", "2", "6"]
